@@ -1,6 +1,7 @@
 """The record of other trainers: its page is the committed results, and its judge names what is planted in a log."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -9,15 +10,17 @@ from launch import ROOT
 sys.path.insert(0, str(ROOT / "scripts/record"))
 import cases
 import judge
+import methods
 import page
 
-cases.EPOCHS = 2  # what is planted shows in the first step; the page's runs have four
+cases.EPOCHS = methods.EPOCHS = 2  # what is planted shows in the first step; the page's runs have four
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("record") / "inputs"
     cases.make(folder)
+    methods.make(folder)
     return folder
 
 
@@ -56,6 +59,52 @@ def test_the_judge_names_what_is_planted(inputs, tmp_path, note):
     assert (found["verdict"], found["note"]) == (verdict, note)
 
 
+CONDITIONS_OF_CHOICES = {  # where each choice changes the numbers
+    "dpo": "DPO, last short batch",
+    "rm": "reward model, last short batch",
+    "grpo": "GRPO, top-k sampling, log-probs of the engine",
+}
+NAMED = [(method, choice) for method in methods.LOSSES for choice in methods.CHOICES if method in choice.methods]
+SAME = (
+    "means of ranks",
+    "means of samples",
+    "divided by the number",
+    "sum of the means",
+)  # no change, or of micro-batches again
+
+
+@pytest.mark.parametrize(
+    ("method", "choice"),
+    [pytest.param(m, c, id=f"{m}: {c.name}") for m, c in NAMED if not any(part in c.name for part in SAME)],
+)
+def test_the_judge_names_what_is_planted_in_pairs_and_rollouts(inputs, tmp_path, method, choice):
+    condition = methods.METHODS[CONDITIONS_OF_CHOICES[method]]
+    curve, _, final = methods.plain_method_curve(inputs, condition, choice)
+    write_run(tmp_path, curve, final)
+    found = judge.judge(inputs, tmp_path, condition)
+    assert (found["verdict"], found["note"]) == (choice.verdict, choice.name)
+
+
+def test_the_plain_loop_of_pairs_is_that_of_one_padded_batch(inputs):
+    """The loss of the first step, written again with all pairs in one padded batch: log 2 for DPO, and the scores' for the model."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    condition = {**methods.METHODS["reward model, accumulation 4"]}
+    pairs = methods.read_items(inputs, condition)[0]
+    rows = [pair["prompt_ids"] + pair[side] for side in ("chosen_ids", "rejected_ids") for pair in pairs]
+    width = max(map(len, rows))
+    ids, mask = (
+        torch.tensor([row + [0] * (width - len(row)) for row in kind]) for kind in (rows, [[1] * len(r) for r in rows])
+    )
+    model = AutoModelForSequenceClassification.from_pretrained(inputs / "reward_model", dtype=torch.float32)
+    chosen, rejected = model(input_ids=ids, attention_mask=mask).logits[:, 0].chunk(2)
+    expected = torch.log1p(torch.exp(rejected - chosen)).mean().item()
+    assert methods.plain_method_curve(inputs, condition)[0][0][0] == pytest.approx(expected, rel=1e-6)
+    dpo = methods.plain_method_curve(inputs, methods.METHODS["DPO, accumulation 4"])[0]
+    assert dpo[0][0] == pytest.approx(math.log(2), rel=1e-6) and dpo[1][0] < dpo[0][0]
+
+
 def test_a_wrong_gradient_norm_and_wrong_weights_are_no_equality(inputs, tmp_path):
     condition = cases.CONDITIONS["accumulation 4, uneven lengths"]
     curve, first, final = judge.plain_curve(inputs, condition)
@@ -70,5 +119,6 @@ def test_a_wrong_gradient_norm_and_wrong_weights_are_no_equality(inputs, tmp_pat
 
 
 def test_a_rounded_log_is_judged_with_its_rounding():
+    assert judge.distance(-1.0, -2.0, 0.0) == 0.5, "a loss below 0"
     assert judge.rounding([3.1416, 3.5]) == 5e-5 and judge.rounding([3.14159265, 4.5]) == 0.0
     assert judge.distance(3.1416, 3.14164, 5e-5) == 0.0 and judge.distance(float("nan"), 3.0, 0.1) == float("inf")

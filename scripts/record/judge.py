@@ -6,10 +6,12 @@ The plain loop has one process, one sample at a time, fp32, AdamW, and the mean 
 import json
 import math
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
 import torch
 from cases import LEARNING_RATE, steps_of
+from methods import CHOICES, plain_method_curve
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -101,7 +103,7 @@ def rounding(values: list[float]) -> float:
 
 def distance(value: float, expected: float, allowed: float) -> float:
     """The relative difference beyond the rounding `allowed`; infinite for a value that is not finite."""
-    return max(abs(value - expected) - allowed, 0.0) / expected if math.isfinite(value) else math.inf
+    return max(abs(value - expected) - allowed, 0.0) / abs(expected) if math.isfinite(value) else math.inf
 
 
 def compare(log: list[dict], theirs: dict, curve, first: dict, final: dict) -> dict:
@@ -119,13 +121,24 @@ def is_equal(found: dict) -> bool:
     return found["loss"] <= LOSS_LIMIT and found["norm"] <= NORM_LIMIT and found["weights"] <= WEIGHT_LIMIT
 
 
+def candidates(inputs: Path, condition: dict) -> tuple:
+    """(the plain loop, [(verdict, name, mask, the plain loop with this choice)]), conventions first."""
+    if method := condition.get("method"):
+        plain = partial(plain_method_curve, inputs, condition)
+        return plain, [(c.verdict, c.name, None, partial(plain, c)) for c in CHOICES if method in c.methods]
+    plain = partial(plain_curve, inputs, condition)
+    kinds = [("convention", *choice) for choice in CONVENTIONS] + [("wrong", *mean) for mean in MEANS]
+    return plain, [(kind, name, mask, partial(plain, mask, weights)) for kind, name, mask, weights in kinds]
+
+
 def judge(inputs: Path, output: Path, condition: dict) -> dict:
     """{"verdict": equal, convention or wrong, "loss", "norm", "weights": worst relative differences, "note"}.
 
     A run that differs from the plain loop is tried with each convention, then with each known mistake of the mean.
     """
     log = [row for row in read_log(output) if "loss" in row and "grad_norm" in row]
-    curve, first, final = plain_curve(inputs, condition)
+    plain, others = candidates(inputs, condition)
+    curve, first, final = plain()
     if condition.get("resume") and any((output / at).exists() for at in ("checkpoint-2", "run/checkpoints/step_2")):
         return {"verdict": "wrong", "note": "it started again from the first step"}
     if len(log) != len(curve):
@@ -135,13 +148,10 @@ def judge(inputs: Path, output: Path, condition: dict) -> dict:
     if not is_equal(found):
         verdict = "wrong"
         note = f"step 1: loss {log[0]['loss']:.6g}, plain {curve[0][0]:.6g}; norm {log[0]['grad_norm']:.6g}, plain {curve[0][1]:.6g}"
-        for kind, choices in (("convention", CONVENTIONS), ("wrong", MEANS)):
-            for name, mask, weights in choices:
-                other = compare(log, theirs, *plain_curve(inputs, condition, mask, weights))
-                if is_equal(other):
-                    found, verdict, note, chosen = other, kind, name, mask
-                    break
-            if is_equal(found):
+        for kind, name, mask, run in others:
+            other = compare(log, theirs, *run())
+            if is_equal(other):
+                found, verdict, note, chosen = other, kind, name, mask
                 break
     if condition.get("evaluation"):
         evals = [row["eval_loss"] for row in read_log(output) if "eval_loss" in row]

@@ -1,11 +1,13 @@
 """Writes docs/record.md and docs/record.png from docs/record.json: `python scripts/record/page.py`."""
 
 import json
+import textwrap
 from pathlib import Path
 
 import matplotlib
 from cases import CONDITIONS, EPOCHS
 from judge import LOSS_LIMIT, NORM_LIMIT, WEIGHT_LIMIT
+from methods import METHODS
 
 DOCS = Path(__file__).parents[2] / "docs"
 SIGNS = {
@@ -26,6 +28,12 @@ All runs start from the same tiny model and the same {EPOCHS} epochs of conversa
 
 ![Trainers and conditions as colours](record.png)
 """
+OPENING_OF_METHODS = """
+## Pairs and rollouts
+
+DPO and reward models train on 8 or 11 pairs, with the mean over the pairs of a step. GRPO trains on given rollouts: two prompts, four
+responses each, with the mean over the tokens of a step. The plain loop takes one sequence at a time here too.
+"""
 CLOSING = """
 - **🟩 equal**: within the limits. The number is the worst relative difference of a loss.
 - **🟦 convention**: equal to the plain loop with another choice, which the notes name.
@@ -33,7 +41,7 @@ CLOSING = """
 - **⬜ refuses**: the trainer ends with an error on this machine.
 - **– not offered**: the trainer has no such feature.
 
-The limits are relative. Where a log rounds its values, the rounding is allowed too. Five of the cells of axolotl have one cause: these
+The limits are relative. Where a log rounds its values, the rounding is allowed too. Five cells of axolotl have one cause: these
 conditions accumulate over micro-batches.
 
 ## Notes
@@ -54,6 +62,27 @@ FINDINGS = """
 - **The line break behind a turn.** LLaMA-Factory and ms-swift have a `chatml` template of their own. It also trains the line break
   after `<|im_end|>`. The template of the model ends the trained part at `<|im_end|>`, but they do not read it. The plain loop with
   their choice has equal numbers.
+- **TRL 1.16, DPO and reward model, last short batch.** `DPOTrainer` and `RewardTrainer` take the mean over a micro-batch, and the HF
+  Trainer divides it by the number of micro-batches. The last step has micro-batches of two pairs and one pair. So the lone pair counts
+  twice. The smallest input is three pairs with micro-batches of two. Full micro-batches are equal.
+- **TRL 1.16, GRPO with `top_k`.** Its log-probs cover the full vocabulary, but the sampler takes the 150 best tokens. Without an engine
+  this is a choice. With the log-probs of an engine, the two are divided by each other. `GRPOConfig` asks vLLM for
+  `processed_logprobs`, and these are over the kept tokens. So each token counts by the kept mass, in place of 1. The page gives TRL such
+  log-probs through `rollout_func`, with `vllm_importance_sampling_mode="token_truncate"`. vLLM itself does not run.
+- **This trainer, reward model.** The score is that of the last token, as in transformers. With a chat template, it is the
+  line break behind the answer. TRL gets token ids without it.
+
+## Known reports
+
+These mistakes were reported for trainers of the field. Where no peer here shows one, a test plants it, and the judge names it.
+
+| Report | Where it is found |
+|---|---|
+| mean of means under accumulation | axolotl, "accumulation 4, uneven lengths" |
+| DPO with uneven batches | TRL, "DPO, last short batch" |
+| log-probs over the full vocabulary against a truncated sampler | TRL, "GRPO, top-k sampling, log-probs of the engine" |
+| evaluation as a mean of batch means | LLaMA-Factory and ms-swift, "evaluation, uneven batches" |
+| loss of a reward model that depends on the tensor-parallel size | planted in `test/test_record.py`; TRL refuses tensor parallelism on a CPU |
 """
 REPEAT = """
 ## Repeat it
@@ -63,10 +92,11 @@ REPEAT = """
 bash scripts/record/environments.sh
 python scripts/record/record.py
 python scripts/record/record.py "HF Trainer" --conditions "evaluation, uneven batches"
+python scripts/record/record.py TRL --conditions "DPO, last short batch"
 python scripts/record/page.py
 ```
 
-The first command makes an environment for each trainer. The second runs all cells. The third runs one cell, in about a minute. The
+The first command makes an environment for each trainer. The second runs all cells. The third and fourth run one cell each, in about a minute. The
 scripts `scripts/record/run_*.py` hold the settings of each trainer, as a user would write them. A cell that looks wrong to you is
 welcome as an issue, with the settings that you expect.
 
@@ -74,8 +104,11 @@ welcome as an issue, with the settings that you expect.
 
 - A resume within an epoch: here an epoch is one step, except in "last short batch".
 - GPU kernels, bf16 and FlashAttention: all runs are fp32 on a CPU. A refusal here may be no refusal there.
-- DPO, reward models and GRPO. [Preference training](preference.md) compares these losses with TRL.
-- OpenRLHF, verl and torchtitan are not tried yet. torchtune 0.6.1 does not import with the torchao of torch 2.13.
+- Pairs and rollouts with LLaMA-Factory, ms-swift and axolotl.
+- verl 0.9.1 asks for a GPU's memory when its SFT trainer starts: `AssertionError: Torch not compiled with CUDA enabled`.
+- OpenRLHF 0.11.2 needs flash-attn 2.8.3, which does not build without CUDA.
+- torchtune 0.6.1 imports with torch 2.6 and torchao 0.9, but has no Qwen3, which is the model of all cells.
+- torchtitan is not tried yet.
 """
 
 
@@ -85,14 +118,22 @@ def cell_text(cell: dict | None) -> str:
     return SIGNS[cell["verdict"]] + (f" {cell['loss']:.0e}" if cell["verdict"] in ("equal", "convention") else "")
 
 
+def row(trainer: str, cells: dict, conditions: dict) -> str:
+    versions = sorted({f"{cell['version']}, {cell['date']}" for name, cell in cells.items() if name in conditions})
+    texts = [cell_text(cells.get(condition)) for condition in conditions]
+    return f"| **{trainer}** ({'; '.join(versions)}) | " + " | ".join(texts) + " |"
+
+
 def page(record: dict) -> str:
     """The page as Markdown."""
-    lines = [OPENING, "| Trainer | " + " | ".join(CONDITIONS) + " |", "|---|" + "---|" * len(CONDITIONS)]
-    notes = {}
+    lines, notes = [OPENING], {}
+    for opening, conditions in (("", CONDITIONS), (OPENING_OF_METHODS, METHODS)):
+        lines += [opening] * bool(opening)
+        lines += ["| Trainer | " + " | ".join(conditions) + " |", "|---|" + "---|" * len(conditions)]
+        lines += [
+            row(trainer, cells, conditions) for trainer, cells in record.items() if conditions.keys() & cells.keys()
+        ]
     for trainer, cells in record.items():
-        versions = sorted({f"{cell['version']}, {cell['date']}" for cell in cells.values()})
-        row = [cell_text(cells.get(condition)) for condition in CONDITIONS]
-        lines.append(f"| **{trainer}** ({'; '.join(versions)}) | " + " | ".join(row) + " |")
         for condition, cell in cells.items():
             if cell["note"]:
                 notes.setdefault((trainer, cell["verdict"], cell["note"]), []).append(condition)
@@ -104,25 +145,27 @@ def page(record: dict) -> str:
 
 
 def picture(record: dict, path: Path) -> None:
-    """The cells as colours: a row for each trainer, a column for each condition."""
+    """The cells as colours: a row for each condition, a column for each trainer, narrow enough to read on a phone."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     colours = {"equal": "#2e9e5b", "convention": "#3b7dd8", "wrong": "#d8433b", "refused": "#c8c8c8", "none": "#eeeeee"}
-    figure, axes = plt.subplots(figsize=(9, 0.6 * len(record) + 2.2))
-    for row, cells in enumerate(record.values()):
-        for column, condition in enumerate(CONDITIONS):
+    conditions = [*CONDITIONS, *METHODS]
+    figure, axes = plt.subplots(figsize=(3.2, 0.36 * len(conditions)))
+    for column, cells in enumerate(record.values()):
+        for place, condition in enumerate(conditions):
             verdict = cells.get(condition, {}).get("verdict")
-            axes.add_patch(plt.Rectangle((column, row), 0.95, 0.9, color=colours.get(verdict, "#ffffff")))
-    axes.set_xlim(0, len(CONDITIONS))
-    axes.set_ylim(len(record), 0)
-    axes.set_xticks([column + 0.5 for column in range(len(CONDITIONS))], CONDITIONS, rotation=30, ha="left")
-    axes.set_yticks([row + 0.45 for row in range(len(record))], record)
+            axes.add_patch(plt.Rectangle((column, place), 0.93, 0.9, color=colours.get(verdict, "#ffffff")))
+    axes.set_xlim(0, len(record))
+    axes.set_ylim(len(conditions), 0)
+    axes.set_xticks([column + 0.4 for column in range(len(record))], record, rotation=60, ha="left")
+    names = [textwrap.fill(condition, 24) for condition in conditions]
+    axes.set_yticks([place + 0.45 for place in range(len(conditions))], names, fontsize=9)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)
-    figure.savefig(path, dpi=90, bbox_inches="tight", metadata={"Software": None})
+    figure.savefig(path, dpi=150, bbox_inches="tight", metadata={"Software": None})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run other trainers under the conditions of cases.py and judge them: `python scripts/record/record.py [TRAINER ...]`.
+"""Run other trainers under the conditions of cases.py and methods.py and judge them: `python scripts/record/record.py [TRAINER ...]`.
 
 Each trainer has an environment, made by environments.sh. The results go to docs/record.json, the page to docs/record.md.
 """
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import cases
+import methods
 from judge import judge
 
 ROOT = Path(__file__).parents[2]
@@ -33,9 +34,17 @@ TRAINERS = {
     "ms-swift": ("swift", "run_swift.py", "", "ms-swift"),
     "axolotl": ("axolotl", "run_axolotl.py", "", "axolotl"),
 }
-
-
+METHOD_TRAINERS = {
+    "this trainer, fsdp2": ("", "run_ours.py", "fsdp2", ""),
+    "this trainer, deepspeed": ("", "run_ours.py", "deepspeed", ""),
+    "TRL": ("trl", "run_trl.py", "", "trl"),
+}
+CONDITIONS = cases.CONDITIONS | methods.METHODS
 NOT_OFFERED = {("HF Trainer", "chat template with masks"): "it takes tokenized rows and has no chat templates"}
+
+
+def trainers_of(condition_name: str) -> dict:
+    return METHOD_TRAINERS if condition_name in methods.METHODS else TRAINERS
 
 
 def python_of(environments: Path, name: str) -> str:
@@ -61,8 +70,8 @@ def run(name: str, condition_name: str, environments: Path, folder: Path, timeou
     """One cell: {"verdict", worst differences, "note"}. With `judge_only` the runs are there already."""
     if (name, condition_name) in NOT_OFFERED:
         return {"verdict": "none", "note": NOT_OFFERED[name, condition_name]}
-    environment, script, kind, _ = TRAINERS[name]
-    condition = {**cases.CONDITIONS[condition_name], "epochs": cases.EPOCHS}
+    environment, script, kind, _ = trainers_of(condition_name)[name]
+    condition = {**CONDITIONS[condition_name], "epochs": cases.EPOCHS}
     condition |= {"learning_rate": cases.LEARNING_RATE, "max_length": cases.MAX_LENGTH}
     output = folder / f"{name}-{condition_name}".replace(" ", "_").replace(",", "")
     parts = [(output, condition)]
@@ -90,8 +99,13 @@ def version(python: str, package: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trainers", nargs="*", default=list(TRAINERS), help=f"of {', '.join(TRAINERS)}")
-    parser.add_argument("--conditions", nargs="*", default=list(cases.CONDITIONS))
+    parser.add_argument(
+        "trainers",
+        nargs="*",
+        default=list(TRAINERS | METHOD_TRAINERS),
+        help=f"of {', '.join(TRAINERS | METHOD_TRAINERS)}",
+    )
+    parser.add_argument("--conditions", nargs="*", default=list(CONDITIONS))
     parser.add_argument("--environments", type=Path, default=ROOT / "runs/record/environments")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/record")
     parser.add_argument("--timeout", type=int, default=300, help="seconds of one run")
@@ -100,10 +114,13 @@ def main() -> None:
     if not (args.folder / "inputs").exists():
         args.folder.mkdir(parents=True, exist_ok=True)
         cases.make(args.folder / "inputs")
+        methods.make(args.folder / "inputs")
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for name in args.trainers:
-        environment, _, _, package = TRAINERS[name]
         for condition in args.conditions:
+            if name not in trainers_of(condition):
+                continue
+            environment, _, _, package = trainers_of(condition)[name]
             before = record.get(name, {}).get(condition, {})
             if args.judge_only and before.get("verdict", "refused") in ("refused", "none"):
                 continue

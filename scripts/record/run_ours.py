@@ -10,11 +10,25 @@ from pathlib import Path
 
 from weights import keep_weights
 
-from trainer.cli import train_sft
+from trainer.cli import train_dpo, train_ppo, train_rm, train_sft
 
 
 def strings(value) -> list[str]:
     return [str(one) for one in value] if isinstance(value, tuple) else [str(value)]
+
+
+def method_flags(method: str, inputs: Path, condition: dict) -> dict:
+    """What DPO, reward models and GRPO need beyond the flags of a run."""
+    if method == "dpo":
+        return {"beta": 0.1}
+    if method == "rm":
+        return {"pretrain": inputs / "reward_model", "tensor_parallel_size": condition.get("tp", 1)}
+    rollouts = "rollouts_top_k" if condition.get("top_k") else "rollouts"
+    return {
+        "dataset": inputs / "prompts.jsonl", "input_key": "prompt", "rollouts_from": inputs / f"{rollouts}.jsonl", "rollout_batch_size": 2,
+        "n_samples_per_prompt": 4, "advantage_estimator": "dr_grpo", "loss_agg": "token", "max_steps": condition["epochs"], "max_epochs": 1,
+        "temperature": 1.0, "generate_max_len": 64, "prompt_max_len": 256, "top_k": condition.get("top_k", 0),
+    }  # fmt: skip
 
 
 def main(backend: str, inputs: Path, output: Path, condition: dict) -> None:
@@ -38,7 +52,13 @@ def main(backend: str, inputs: Path, output: Path, condition: dict) -> None:
         flags |= {"eval_dataset": inputs / "eval.jsonl", "eval_steps": 1}
     if condition.get("resume_from"):
         flags["load_checkpoint"] = str(output).removesuffix("-resumed") + "/run/checkpoints/step_2"
-    train_sft.run([part for name, value in flags.items() for part in (f"--{name}", *strings(value))])
+    command = train_sft
+    if method := condition.get("method"):
+        command = {"dpo": train_dpo, "rm": train_rm, "grpo": train_ppo}[method]
+        for name in ("multiturn", *(["max_len", "apply_chat_template"] if method == "grpo" else [])):
+            del flags[name]
+        flags |= {"dataset": f"{inputs}/pairs.jsonl#{condition['rows']}", **method_flags(method, inputs, condition)}
+    command.run([part for name, value in flags.items() for part in (f"--{name}", *strings(value))])
     if os.environ.get("RANK", "0") == "0":
         rows = [json.loads(line) for line in (output / "run/metrics.jsonl").read_text().splitlines()]
         if condition.get("resume_from"):
