@@ -23,6 +23,7 @@ class FakeServer:
         self.checksum, self.dtype, self.workers, self._seconds = "", dtype, workers, seconds
         self._dies_after, self._gone, self._back_at, self._lock = dies_after, gone, 0.0, threading.Lock()
         self.asked: list[tuple[tuple[int, ...], int]] = []  # prompt and seed of each request that was answered
+        self.kept: list[dict] = [{} for _ in range(workers)]  # tensors of the last sync, by worker
         self.in_flight = self.most_in_flight = self.syncs = 0
         outer = self
 
@@ -55,6 +56,7 @@ class FakeServer:
 
     def die(self, seconds: float) -> None:
         self.checksum, self._back_at = "", time.monotonic() + seconds
+        self.kept = [{} for _ in range(self.workers)]
 
     def answer(self, path: str, body: dict):
         """The JSON of an answer. None: it is gone."""
@@ -67,15 +69,15 @@ class FakeServer:
         if body["method"] == "facts_for_trainer":
             facts = {"dtype": self.dtype, "max_len": 128, "vocab_size": VOCABULARY, "workers": self.workers}
             return {"results": [{**facts, "checksum": self.checksum}] * self.workers}
-        host, port, token = json.loads(body["args"][0])
-        return {"results": self._receive(host, port, token)}
+        host, port, token, keeps = json.loads(body["args"][0])
+        return {"results": self._receive(host, port, token, keeps)}
 
-    def _receive(self, host: str, port: int, token: str) -> list[dict]:
+    def _receive(self, host: str, port: int, token: str, keeps: bool) -> list[dict]:
         found = [None] * self.workers
 
         def receive(worker: int) -> None:
-            came = Checksum()
-            for name, tensor in WeightStream(host, port, 1 + worker, 1 + self.workers, token).received():
+            came, kept = Checksum(), self.kept[worker] if keeps else None
+            for name, tensor in WeightStream(host, port, 1 + worker, 1 + self.workers, token).received(kept):
                 came.add(name, tensor)
             found[worker] = came.hexdigest()
 

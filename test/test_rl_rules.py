@@ -109,6 +109,7 @@ ROLLOUT_CASES = [
     ("--vllm_gpu_memory_utilization 0.4 on the CPU", {"vllm_gpu_memory_utilization": 0.4, "on_cpu": True}),
     ("--engine_urls http://a with --rollout_engine hf", {"engine_urls": "http://a"}),
     ("--engine_api_key k without --engine_urls", {"engine_api_key": "k"}),
+    ("--sync_deltas without --engine_urls", {"sync_deltas": True}),
     ("--rollout_engine vllm_server without --engine_urls", {"rollout_engine": "vllm_server"}),
     ("--top_k 5 with --rollout_engine vllm_server", {**SERVER, "top_k": 5}),
     ("--min_p 0.1 with --rollout_engine vllm and without --top_k", {"rollout_engine": "vllm", "min_p": 0.1}),

@@ -247,7 +247,7 @@ def runs(tmp_path_factory):
         for way, more in (("lockstep", []), ("ahead", ahead)):
             servers[way, count] = [FakeServer(seconds=0.005) for _ in range(count)]
             lines.append(flags(folder, f"{way}-{count}", servers[way, count], *more, *few))
-    for way, more in (("lockstep", []), ("ahead", ahead)):
+    for way, more in (("lockstep", ["--sync_deltas"]), ("ahead", [*ahead, "--sync_deltas"])):
         servers[way, "killed"] = [FakeServer(seconds=0.01), FakeServer(seconds=0.01, dies_after=20, gone=1.5)]
         lines.append(flags(folder, f"{way}-killed", servers[way, "killed"], *more))
         servers[way, "alone"] = [FakeServer(seconds=0.01, dies_after=20, gone=1.5)]

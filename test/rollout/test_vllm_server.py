@@ -121,9 +121,10 @@ def runs(tmp_path_factory):
         (folder / "second.json").write_text(json.dumps(asked))
         train_many(2, [flags(folder, "server", *server)], folder, timeout=300, launch=torchrun)
         killing = ["--reward_func", f"{folder}/killing.py", "--engine_urls", f"{url},{other}"]
+        killing += ["--sync_deltas", "--reward_timeout", "300"]
         output = train_many(
             2,
-            [flags(folder, "killed", *server, *killing, "--reward_timeout", "300")],
+            [flags(folder, "killed", *server, *killing)],
             folder,
             timeout=500,
             launch=torchrun,

@@ -62,7 +62,7 @@ EFFECTS: dict[str, str] = {
         ring_attn_kernel dp_replicate_size reduce_once device cpu_matmul ref_offload precompute_ref_logps teacher_offload
         micro_rollout_batch_size rollout_engine engine_urls engine_tensor_parallel_size vllm_gpu_memory_utilization
         offload_actor_optimizer share_prompts offload_reward offload_ref offload_critic env_concurrency env_lockstep
-        remote_rm_api_key judge_key_env judge_concurrency engine_api_key""",
+        remote_rm_api_key judge_key_env judge_concurrency engine_api_key sync_deltas""",
     OUTPUT: """
         allow_no_stop print_model print_tp_plan heartbeat_timeout check_replicas_every output_dir overwrite save_path no_save
         certificate sign_key eval_steps evals_per_epoch saves_per_epoch logging_steps report_to use_wandb wandb_project run_name use_tensorboard parity_dump save_steps

@@ -40,6 +40,7 @@ class RolloutArguments:
         None, "vllm_server: addresses of servers (comma-separated); see python -m trainer.cli.serve_engine"
     )
     engine_api_key: Optional[str] = arg(None, "file that holds the key that --engine_urls ask for")
+    sync_deltas: bool = arg(False, "vllm_server: send changed weights only; both sides keep a copy in host memory")
     engine_tensor_parallel_size: Optional[int] = arg(
         None, "vllm: ranks of an engine (default: --tensor_parallel_size)", type="PositiveInt"
     )

@@ -44,6 +44,7 @@ ENGINE_RULES = (
          "with --rollout_engine {rollout_engine}", "this engine runs in the training processes and has no address",
          "Take --rollout_engine vllm_server, or remove the flag."),
     Rule("engine_api_key", lambda f: not f.engine_urls, "without --engine_urls", "no server is asked", REMOVE),
+    Rule("sync_deltas", lambda f: not f.engine_urls, "without --engine_urls", "no server gets weights", REMOVE),
     Rule("rollout_engine", lambda f: not f.engine_urls, "without --engine_urls", "servers run outside of training",
          "Add --engine_urls with the addresses of serve_engine.", values=("vllm_server",)),
     Rule("top_p top_k min_p", lambda f: f.rollout_engine == "vllm_server", "with --rollout_engine vllm_server",

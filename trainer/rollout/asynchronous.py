@@ -167,7 +167,7 @@ class RolloutsAhead:
         self._lead = min(self._lead + 1, self.pace.max_staleness) if waiting else max(self._lead - 1, 1)
         checksum = newest_checksum([checksums for _, checksums, _ in of_ranks])
         for name, value in mine.facts.items():
-            facts[name] = facts.get(name, 0.0) + value
+            facts[name] = facts.get(name, 0.0) + value if name.startswith("time_") else value
         facts["weights_checksum"] = checksum
         return share(mine.samples)
 
@@ -253,7 +253,10 @@ class RolloutsAhead:
     def _load_newest(self, part: RolloutPart) -> int:
         version, tensors = self._newest
         if version != self._held:
+            started = time.perf_counter()
             self._checksum, _ = self.engine.update_weights(tensors.items())
+            seconds = part.facts.get("time_send", 0.0) + time.perf_counter() - started
+            part.facts |= {"time_send": seconds, **self.engine.sync_facts}
             self._held = version
         part.checksums[version] = self._checksum
         return version

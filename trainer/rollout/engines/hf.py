@@ -6,7 +6,7 @@ in the compute dtype. Input and output are tokens.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Optional
+from typing import ClassVar, Optional
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -29,6 +29,7 @@ class HFEngine:
 
     ranks_per_engine = 1
     slices = None  # it needs full tensors
+    sync_facts: ClassVar[dict[str, float]] = {}  # it has no more than `sync_weights` has
 
     def __init__(
         self,

@@ -33,4 +33,5 @@ def sync_weights(strategy, model, engine) -> dict:
         "weights_checksum": checksum,
         "sync_bytes": num_bytes,
         "time_sync": time.perf_counter() - started,
+        **engine.sync_facts,
     }

@@ -58,6 +58,7 @@ class VLLMEngine:
             raise UserError("--rollout_engine", f"vllm with quantized weights in {folder}", "hf")
         for_images = image_options(folder, trust_remote_code, processor) if images_of else {}
         self.ranks_per_engine, self.dtype, self.device = tp_size, dtype, device
+        self.sync_facts: dict[str, float] = {}  # it has no more than `sync_weights` has
         self.slices: Slices | None = None  # what each rank needs, once a first update has proven it
         self._sleeping, self._rng_devices = False, [device] if device.type == "cuda" else []
         if device.type == "cuda":

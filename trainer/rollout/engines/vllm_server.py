@@ -26,7 +26,7 @@ from trainer.errors import UserError
 from trainer.rollout.engines.checksum import Checksum
 from trainer.rollout.engines.routing import Router, send_to_each
 from trainer.rollout.engines.sampling import Completion, Sampling
-from trainer.rollout.engines.weight_stream import WeightStream
+from trainer.rollout.engines.weight_stream import LastSync, Update, WeightStream
 from trainer.rollout.peers import post_json
 
 FLAG = "--engine_urls"
@@ -48,9 +48,18 @@ class VLLMServerEngine:
     slices = None  # it sends full tensors
 
     def __init__(
-        self, urls: Sequence[str], *, device: torch.device, batch_size: int, max_len: int, key: Optional[str] = None
+        self,
+        urls: Sequence[str],
+        *,
+        device: torch.device,
+        batch_size: int,
+        max_len: int,
+        key: Optional[str] = None,
+        deltas: bool = False,
     ):
         """`batch_size` is the number of requests that a rank has in flight on a server.
+
+        With `deltas`, a server that has the weights of the last sync gets the values that have changed since.
 
         Raises UserError if a server does not answer, takes shorter sequences, or has another dtype than the others.
         """
@@ -58,10 +67,14 @@ class VLLMServerEngine:
         rank, urls = dist.get_rank(), [url.rstrip("/") for url in urls]
         first = rank % len(urls)
         self.own = urls[rank :: dist.get_world_size()]  # the servers that this rank sends weights to
+        self.sync_facts: dict[
+            str, float
+        ] = {}  # of the last update; the bytes are the sum over the servers of this rank
         self.own_only = False  # use no other rank's servers: their weights may change at any time
         self._urls = urls[first:] + urls[:first]
         self.device, self._batch_size = device, batch_size
         self._checksum = ""  # of the weights of the last update
+        self._last = LastSync() if deltas and self.own else None
         self._gone: dict[str, UserError] = {}  # servers that are not used, and why
         found: dict[str, str] = {}  # a URL of each dtype
         for url in self._urls:
@@ -80,21 +93,29 @@ class VLLMServerEngine:
         A server that is gone is left out. Raises RuntimeError if a server does not then hold, bit for bit, the tensors
         that were sent.
         """
-        came, num_bytes = Checksum(), 0
+        came, num_bytes, num_values, num_changed = Checksum(), 0, 0, 0
+        before, self._checksum = self._checksum, ""
 
-        def watched() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal num_bytes
+        def watched() -> Iterator[Update]:
+            nonlocal num_bytes, num_values, num_changed
             for name, tensor in tensors:
                 value = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
                 came.add(name, value)
+                value = value.detach().cpu().contiguous()
+                update = self._last.update(name, value) if self._last else Update(name, value)
                 num_bytes += value.nbytes
-                yield name, value
+                num_values += value.numel()
+                num_changed += value.numel() if update.changed is None else len(update.changed)
+                yield update
 
         source, held = watched(), []
-        sends = [functools.partial(self._send, url) for url in self.own]
+        sends = [functools.partial(self._send, url, before) for url in self.own]
+        self.sync_facts = {"sync_sent_bytes": 0}
         for url, sent in zip(self.own, send_to_each(source, sends)):
             try:
-                held += [result["checksum"] for result in sent.result()]
+                results, sent_bytes = sent.result()
+                held += [result["checksum"] for result in results]
+                self.sync_facts["sync_sent_bytes"] += sent_bytes
                 self._note_back(url)
             except UserError as error:
                 self._note_gone(url, error)
@@ -103,21 +124,29 @@ class VLLMServerEngine:
         self._checksum = came.hexdigest()
         if any(checksum != self._checksum for checksum in held):
             raise RuntimeError("the rollout engine's weights are not the weights that were sent to it")
+        if self._last:
+            self.sync_facts["sync_density"] = num_changed / max(num_values, 1)
         return self._checksum, num_bytes
 
-    def _send(self, url: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> list[dict]:
-        """Send to one server. Returns what its workers report that they hold then. Raises LostServer."""
-        num_workers = len(self._facts(url))
+    def _send(self, url: str, before: str, updates: Iterator[Update]) -> tuple[list[dict], int]:
+        """Send to one server. Returns what its workers report that they hold then, and the bytes. Raises LostServer.
+
+        It gets whole tensors unless all its workers have the weights of the last update, with the checksum `before`.
+        """
+        workers = self._facts(url)
+        if not before or any(facts["checksum"] != before for facts in workers):
+            updates = (Update(update.name, update.value) for update in updates)
         address = self._own_address(url)
-        stream = WeightStream(address, 0, 0, 1 + num_workers)
-        call = {"method": "receive_trainer_weights", "args": [json.dumps([address, stream.port, stream.token])]}
+        stream = WeightStream(address, 0, 0, 1 + len(workers))
+        source = json.dumps([address, stream.port, stream.token, self._last is not None])
+        call = {"method": "receive_trainer_weights", "args": [source]}
         with ThreadPoolExecutor(1) as pool:
             received: Future = pool.submit(self._request, url, "/collective_rpc", call)
             try:
-                stream.send(tensors, while_waiting=lambda: received.done() and received.result())
+                sent = stream.send(updates, while_waiting=lambda: received.done() and received.result())
             except ConnectionError as error:
                 raise received.exception() or LostServer(FLAG, f"{url}: {error}") from None
-            return received.result()["results"]
+            return received.result()["results"], sent
 
     def sleep(self) -> None:
         """The server's memory is its own."""

@@ -6,6 +6,7 @@ prepare for weights that change. So the end of this file does it.
 """
 
 import json
+from typing import Optional
 
 import torch
 from vllm.platforms import current_platform
@@ -20,6 +21,7 @@ class WeightReceiver:
     """A part of vLLM's worker, so `self` is a worker of vLLM."""
 
     trainer_checksum = ""  # of the weights that it holds now; empty until a trainer has sent some
+    trainer_weights: Optional[dict[str, torch.Tensor]] = None  # in host memory, if a trainer sends changes
 
     def facts_for_trainer(self) -> dict:
         config = self.model_config
@@ -28,18 +30,22 @@ class WeightReceiver:
         return {**facts, "workers": size, "checksum": self.trainer_checksum}
 
     def receive_trainer_weights(self, source: str) -> dict:
-        """Load the tensors of a stream. `source` is JSON of its host, port and token. Returns {"checksum", "bytes"}.
+        """Load the tensors of a stream. `source` is JSON of its host, port and token, and whether to keep the tensors.
+
+        Returns {"checksum", "bytes"}.
 
         Raises RuntimeError if the engine does not then hold, bit for bit, the tensors that came.
         """
-        host, port, token = json.loads(source)
+        host, port, token, keeps = json.loads(source)
         model = self.model_runner.get_model()
         if self.device.type == "cpu":
             use_plain_embeddings(model)
             check_experts(model)
         size, self.trainer_checksum = 1 + self.parallel_config.world_size, ""
         stream = WeightStream(host, port, 1 + self.rank, size, token)
-        checksum, num_bytes = load_checked(model, stream.received(), self.model_config.dtype)
+        self.trainer_weights = (self.trainer_weights or {}) if keeps else None
+        tensors = stream.received(self.trainer_weights)
+        checksum, num_bytes = load_checked(model, tensors, self.model_config.dtype)
         self.trainer_checksum = checksum
         return {"checksum": checksum, "bytes": num_bytes}
 

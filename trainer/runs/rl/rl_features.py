@@ -42,6 +42,10 @@ def read_images(run) -> None:
     run.engine_options["vllm"] |= {"images_of": images.tensors_of_prompt, "processor": images.collate.processor}
 
 
+def send_deltas(run) -> None:
+    run.engine_options["vllm_server"]["deltas"] = True
+
+
 def share_prompts(run) -> None:
     """Train each prompt once, with all its responses."""
     run.collate_rollout, run.sizes_to_plan = shared_prompts.collate_shared, shared_prompts.sizes_to_plan
@@ -125,6 +129,7 @@ RL_FEATURES = (
     EXACT_RL,
     Feature("preset", lambda run: run.args.advantage.preset, before_data=print_preset),
     Feature("images", lambda run: run.has_images, with_data=read_images, with_model=freeze_vision),
+    Feature("deltas", lambda run: run.args.rollout.sync_deltas, with_data=send_deltas),
     Feature("shared prompts", lambda run: run.args.rollout.share_prompts, with_data=share_prompts),
     Feature(
         "frozen rollouts", lambda run: run.args.rollout.rollouts_from, with_data=read_frozen, with_loss=train_frozen
