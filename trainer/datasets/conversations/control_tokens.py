@@ -11,7 +11,7 @@ from bisect import bisect_left
 from typing import Any
 
 from trainer.datasets.conversations.messages import CALL, role_of
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line
 
 BREAK = "\ufdd0"  # a noncharacter of Unicode: no text holds it, and no template or tokenizer reads it
 CONTROL_LIKE = re.compile(r"<[|｜].*[|｜]>")  # an added token of such a form is a control token, special or not
@@ -183,7 +183,12 @@ def _encoded(tokenizer: Any, text: str, **options: Any) -> tuple[list[int], list
             found = "holds control tokens, which a tokenizer without a fast version reads as such"
             raise UserError("a text", found, "another text, or --read_control_tokens")
         return list(tokenizer(text, **options)["input_ids"]), []
-    out = tokenizer(text, return_offsets_mapping=True, **options)
+    try:
+        out = tokenizer(text, return_offsets_mapping=True, **options)
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":  # a panic of the library: no Exception, and no class to name
+            raise
+        raise UserError("the tokenizer", f"fails at a text: {one_line(error)}", "another text, or a tokenizer") from None
     return list(out["input_ids"]), [tuple(pair) for pair in out["offset_mapping"]]
 
 
