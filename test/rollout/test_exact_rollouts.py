@@ -10,7 +10,7 @@ from trainer.compare.runs.exact_bits import bits_of, first_difference
 from trainer.datasets.demos.demo import make_demo
 from trainer.exact import self_test
 from trainer.exact.block_attention import block_attention
-from trainer.rollout.engines.exact_rows import log_softmax_in_pieces
+from trainer.models.attention.exact_rows import log_softmax_in_pieces
 
 self_test.ask_for_fixed_kernels()
 

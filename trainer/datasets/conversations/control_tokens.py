@@ -188,7 +188,9 @@ def _encoded(tokenizer: Any, text: str, **options: Any) -> tuple[list[int], list
     except BaseException as error:
         if type(error).__module__ != "pyo3_runtime":  # a panic of the library: no Exception, and no class to name
             raise
-        raise UserError("the tokenizer", f"fails at a text: {one_line(error)}", "another text, or a tokenizer") from None
+        raise UserError(
+            "the tokenizer", f"fails at a text: {one_line(error)}", "another text, or a tokenizer"
+        ) from None
     return list(out["input_ids"]), [tuple(pair) for pair in out["offset_mapping"]]
 
 

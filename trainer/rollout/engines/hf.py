@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.distributed.host_offload import drop, restore_room
 from trainer.model_folders.model_folder import restore_computed_buffers, stored_tensors
+from trainer.models.attention.exact_rows import ExactRows, compute_exactly, log_softmax_in_pieces
 from trainer.models.layers.compiled import compile_decoding
 from trainer.models.layers.routing_replay import RecordedRows, Routers
 from trainer.models.losses.truncation import truncate
 from trainer.models.model_loading import has_sdpa
 from trainer.rollout.engines.checksum import Checksum
 from trainer.rollout.engines.decoding import CachedRows, UncachedRows, can_cache, register_attention
-from trainer.rollout.engines.exact_rows import ExactRows, compute_exactly, log_softmax_in_pieces
 from trainer.rollout.engines.responses import Responses
 from trainer.rollout.engines.sampling import Completion, Sampling, pick_tokens, uniform_numbers
 
