@@ -43,7 +43,8 @@ def model_page(
     facts += [("compute dtype", str(param_dtype).removeprefix("torch.")), ("master weights", "float32")]
     if tp > 1:
         plan = resolve_tp_plan(skeleton, use_hf_tp_plan=use_hf_tp_plan, sequence_parallel=sequence_parallel)
-        facts.append((f"plan of tp {tp}", plan_summary(plan)))
+        styles = Counter(plan.values()).most_common()  # --print_tp_plan prints all entries
+        facts.append((f"plan of tp {tp}", ", ".join(f"{count} {style}" for style, count in styles)))
     facts += shared_mixers(skeleton, tp, sp)
     refused = refusals(skeleton, folder, trust_remote_code)
     facts += [("refused", line) for line in refused or ["nothing"]]
@@ -123,11 +124,6 @@ def shared_mixers(model, tp: int, sp: int) -> list[tuple[str, str]]:
         for (kind, ways), count in found.items()
         if tp * sp > 1
     ]
-
-
-def plan_summary(plan: dict[str, str]) -> str:
-    """How many entries of a plan have each style; --print_tp_plan prints them all."""
-    return ", ".join(f"{count} {style}" for style, count in Counter(plan.values()).most_common())
 
 
 def refusals(skeleton, folder: str, trust_remote_code: bool = False) -> list[str]:

@@ -50,7 +50,8 @@ def read_run(name: str, path: str | Path) -> Run:
     if rows is None:
         path = path / "metrics.jsonl" if path.is_dir() else path
         lines = _read_lines(path)
-        rows = _json_rows(path, lines) if _is_jsonl(path, lines) else _text_rows(path, lines)
+        is_jsonl = path.suffix == ".jsonl" or lines[0].lstrip().startswith('{"')
+        rows = _json_rows(path, lines) if is_jsonl else _text_rows(path, lines)
         is_own = bool(rows)
     if not rows:
         rows = foreign_text_rows([ANSI_COLOUR.sub("", line) for line in lines])
@@ -70,10 +71,6 @@ def _read_lines(path: Path) -> list[str]:
     if not text.strip():
         raise UserError(str(path), "is empty")
     return text.splitlines(keepends=True)
-
-
-def _is_jsonl(path: Path, lines: list[str]) -> bool:
-    return path.suffix == ".jsonl" or lines[0].lstrip().startswith('{"')
 
 
 def _json_rows(path: Path, lines: list[str]) -> dict[int, dict]:

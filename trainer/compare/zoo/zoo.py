@@ -76,7 +76,10 @@ def main(argv: list[str] | None = None) -> int:
         configs = {name: more[name][1]() for name in models if name in more}
         with tempfile.TemporaryDirectory(prefix="zoo-") as temporary:
             work_dir = Path(options.work_dir or temporary).resolve()
-            results = read_results(options.output) | {"versions": _versions()}
+            versions = {
+                name: version(name).partition("+")[0] for name in ("transformers", "torch", "deepspeed", "peft")
+            }
+            results = read_results(options.output) | {"versions": versions}
             rows = run_zoo(models, names, work_dir, options.timeout, options.jobs, configs)
             for name, row in rows:
                 about = {"about": more[name][0]} if name in more else {}
@@ -135,10 +138,6 @@ def write_results(path: str, results: dict) -> None:
         Path(path).write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     except OSError as error:
         raise UserError("--output", f"{path} cannot be written: {error.strerror}") from None
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name).partition("+")[0] for name in ("transformers", "torch", "deepspeed", "peft")}
 
 
 def is_bad(cell: dict) -> bool:
