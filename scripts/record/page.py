@@ -106,7 +106,7 @@ welcome as an issue, with the settings that you expect.
 - GPU kernels, bf16 and FlashAttention: all runs are fp32 on a CPU. A refusal here may be no refusal there.
 - Pairs and rollouts with LLaMA-Factory, ms-swift and axolotl.
 - verl 0.9.1 asks for a GPU's memory when its SFT trainer starts: `AssertionError: Torch not compiled with CUDA enabled`.
-- OpenRLHF 0.11.2 needs flash-attn 2.8.3, which does not build without CUDA.
+- OpenRLHF 0.11.2 needs flash-attn 2.8.3, whose build failed here.
 - torchtune 0.6.1 imports with torch 2.6 and torchao 0.9, but has no Qwen3, which is the model of all cells.
 - torchtitan is not tried yet.
 """

@@ -68,7 +68,7 @@ def buckets(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs (rows, top_k + 1) of the teacher's `top_k` likeliest tokens, and of all other tokens together.
 
-    It is the "ghost token" of Anshumann et al. 2025, *Sparse Logit Sampling*, section 3: nothing is scaled up to a sum of 1.
+    It is the "ghost token" of Anshumann et al. 2025, *Sparse Logit Sampling*: nothing is scaled up to a sum of 1.
     All ranks of `group` get the same.
     """
     here = torch.arange(log_p.shape[1], device=log_p.device) + first
