@@ -8,16 +8,17 @@ import pytest
 import torch
 from weight_receiver import receive
 
-from trainer.rollout.engines.weight_stream import WeightStream
+from trainer.rollout.engines import weight_stream
+from trainer.rollout.engines.weight_stream import Update, WeightStream
 
 COUNT, SIZE = 12, 400_000
 OTHERS = [("int", torch.arange(7)), ("bf16", torch.randn(3, 5).bfloat16()), ("empty", torch.zeros(0, 4))]
 
 
 def tensors():
-    yield from OTHERS
+    yield from (Update(*other) for other in OTHERS)
     for number in range(COUNT):
-        yield f"weight {number}", torch.full((SIZE,), float(number))
+        yield Update(f"weight {number}", torch.full((SIZE,), float(number)))
 
 
 def stream_to(dies_after: list[int], source) -> list:
@@ -48,17 +49,18 @@ def stream_to(dies_after: list[int], source) -> list:
 
 def test_two_receivers_get_every_tensor():
     came = stream_to([0, 0], tensors())
-    sent = [(name, t.dtype, list(t.shape), t.double().sum().item()) for name, t in tensors()]
+    sent = [(u.name, u.value.dtype, list(u.value.shape), u.value.double().sum().item()) for u in tensors()]
     for rank in (1, 2):
         assert [rest for of, *rest in came if of == rank] == [list(row) for row in sent]
 
 
-def test_the_rest_of_the_weights_is_left_when_a_receiver_dies():
+def test_the_rest_of_the_weights_is_left_when_a_receiver_dies(monkeypatch):
     """Other ranks gather them too. So the sender has to go through all of them."""
+    monkeypatch.setattr(weight_stream, "MESSAGE_BYTES", 4 * SIZE)  # a message for each weight
     source = tensors()
     with pytest.raises(ConnectionError):
         stream_to([6], source)
-    left = [name for name, _ in source]
+    left = [update.name for update in source]
     assert 0 < len(left) < COUNT and left[-1] == f"weight {COUNT - 1}"
 
 
