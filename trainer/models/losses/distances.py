@@ -11,6 +11,8 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
+from trainer.distributed.gradient_collectives import Sum, SumGradients
+
 Group = Optional[dist.ProcessGroup]  # its ranks hold different columns of the vocabulary
 
 
@@ -96,7 +98,8 @@ def log_softmax(logits: torch.Tensor, group: Group) -> torch.Tensor:
     if group is None:
         return logits.log_softmax(1)
     shifted = logits - _maximum(logits, group)
-    return shifted - _ToRanks.apply(_sum(shifted.exp().sum(1, keepdim=True), group).log(), group)
+    total = _sum(shifted.exp().sum(1, keepdim=True), group).log()
+    return shifted - SumGradients.apply(group, total)[0]
 
 
 def _logsumexp(values: torch.Tensor, group: Group) -> torch.Tensor:
@@ -121,33 +124,4 @@ def _gathered(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _sum(values: torch.Tensor, group: Group) -> torch.Tensor:
-    return values if group is None else _SumOverRanks.apply(values, group)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over the ranks, which all use it in the same way: each rank's part gets the gradient of the sum."""
-
-    @staticmethod
-    def forward(ctx, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        values = values.clone()
-        dist.all_reduce(values, group=group)
-        return values
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        return grad, None
-
-
-class _ToRanks(torch.autograd.Function):
-    """The same value on all ranks, which use it with different columns: its gradient is the sum of all of them."""
-
-    @staticmethod
-    def forward(ctx, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+    return values if group is None else Sum.apply(values, group)
