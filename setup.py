@@ -82,6 +82,7 @@ setup(
         ],
     },
     entry_points={
-        "console_scripts": ["trainer=trainer.cli.__main__:main", *(f"{n}=trainer.cli.{n}:main" for n in COMMANDS)]
+        "console_scripts": ["trainer=trainer.cli.__main__:main", *(f"{n}=trainer.cli.{n}:main" for n in COMMANDS)],
+        "torchrun.handlers": ["trainer=trainer.cli.__main__:torchrun_handler"],
     },
 )

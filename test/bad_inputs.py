@@ -1,7 +1,7 @@
 """280 bad inputs over all commands: each one ends with exit code 2 and one line `error: ...`, the last one, without a traceback.
 
     python test/bad_inputs.py [FIRST WORDS OF CASES ...] [--every N]
-    python test/bad_inputs.py --ranks torchrun|trainer [--sample]      each on 2 ranks, which are started for real
+    python test/bad_inputs.py --ranks torchrun|folder|trainer [--sample]      each on 2 ranks, which are started for real
 
 Without --ranks, one process imports the libraries, and forks for each case. test_bad_inputs.py runs some of the cases.
 """
@@ -20,7 +20,7 @@ import time
 import uuid
 from pathlib import Path
 
-from launch import LAUNCHER, run_process
+from launch import LAUNCHER, installed, run_process
 
 from trainer.cli.__main__ import RANKED
 
@@ -456,15 +456,19 @@ def fault(code: int | None, output: str) -> str:
 
 
 def run_on_ranks(case: str, folder: Path, launcher: str) -> tuple[int | None, str, list[int]]:
-    """(exit code, output, processes left) of a case on 2 ranks, which real torchrun or the command `trainer` starts."""
+    """(exit code, output, processes left) of a case on 2 ranks.
+
+    The launcher is real torchrun, torchrun where the trainer is not installed ("folder"), or the command `trainer`.
+    """
     shutil.rmtree(folder / "out", ignore_errors=True)
     name, *flags = words_of(case)
     start = [sys.executable, "-m", "trainer.cli", name, "--nproc", "2"]
-    if launcher == "torchrun":
+    if launcher != "trainer":
         start = [*LAUNCHER, "2", "-m", f"trainer.cli.{RANKED[name]}"]
     mark = {"BAD_INPUT": uuid.uuid4().hex}
     try:
-        code, output = run_process([*start, *flags], timeout=2 * SECONDS, cwd=folder, **mark)
+        env = mark | installed(ends=launcher != "folder")
+        code, output = run_process([*start, *flags], timeout=2 * SECONDS, cwd=folder, **env)
     except AssertionError as error:
         code, output = None, str(error)
     time.sleep(0.5)  # a process that has closed its output ends
@@ -484,10 +488,10 @@ def has(process: int, mark: dict[str, str]) -> bool:
 
 
 def fault_on_ranks(code: int | None, output: str, left: list[int], launcher: str) -> str:
-    """As `fault`. torchrun ends with 1 whatever its ranks end with: its table says 2. The one traceback is its own."""
+    """As `fault`. Where the trainer is not installed, torchrun ends with 1, its own traceback, and a table that says 2."""
     if left:
         return f"processes {left} are left"
-    if launcher == "torchrun":
+    if launcher == "folder":
         own = re.findall(r'^ *File ".*/trainer/.*$', output, re.MULTILINE)
         if code != 1 or not re.search(r"exitcode +: 2 ", output) or own:
             return f"exit code {code}, table {re.findall('exitcode.*', output)}, own frames {own[:1]}"
@@ -500,7 +504,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("words", nargs="*", help="run only the cases that begin with one of these")
     parser.add_argument("--every", type=int, default=1, help="run every Nth of them")
     parser.add_argument("--sample", action="store_true", help="run only those of SAMPLE")
-    parser.add_argument("--ranks", choices=("torchrun", "trainer"), help="start each on 2 ranks, by this command")
+    parser.add_argument(
+        "--ranks", choices=("torchrun", "folder", "trainer"), help="start each on 2 ranks, by this command"
+    )
     options = parser.parse_args(argv)
     wanted = [case for case in cases() if not options.words or case.startswith(tuple(options.words))]
     if options.ranks:

@@ -50,10 +50,10 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def start(arguments: list[str], log: Path) -> subprocess.Popen:
+def start(arguments: list[str], log: Path, **env: str) -> subprocess.Popen:
     command = [*LAUNCHER, str(RANKS), *arguments]
     with log.open("a") as out:
-        return subprocess.Popen(command, stdout=out, stderr=out, env=_environment(), start_new_session=True)
+        return subprocess.Popen(command, stdout=out, stderr=out, env=_environment(**env), start_new_session=True)
 
 
 def wait_for(condition, process: subprocess.Popen, seconds: float) -> bool:

@@ -1,8 +1,10 @@
 """How tests start real processes: with a time-out, without leftovers, with the output at hand when something fails."""
 
 import atexit
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,18 @@ def _environment(**env: str) -> dict[str, str]:
     """MKL_CBWR is what --exact asks for. It must be there before the first product of a process that has several runs."""
     fixed = {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     return {**os.environ, **fixed, **env}
+
+
+@functools.cache
+def installed(ends: bool = True) -> dict[str, str]:
+    """Variables for a torchrun that finds the trainer as setup.py installs it; without `ends`, as a mere folder."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    if not ends:
+        (Path(folder) / "trainer.egg-info/entry_points.txt").unlink()
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
 
 
 def run_process(command: list[str], *, timeout: float = 300, cwd: Path = ROOT, **env: str) -> tuple[int, str]:
@@ -43,13 +57,13 @@ def run_process(command: list[str], *, timeout: float = 300, cwd: Path = ROOT, *
     return process.returncode, output
 
 
-def run_until_gone(command: list[str], *, timeout: float, cwd: Path = ROOT) -> tuple[int, str, float]:
+def run_until_gone(command: list[str], *, timeout: float, cwd: Path = ROOT, **env: str) -> tuple[int, str, float]:
     """(exit code, output, seconds from the first line that tells an error until every process is gone).
 
     Measured from that line on, so that a busy machine's start-up does not count.
     """
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=cwd, env=_environment(), start_new_session=True, **streams)
+    process = subprocess.Popen(command, cwd=cwd, env=_environment(**env), start_new_session=True, **streams)
     killer = threading.Timer(timeout, lambda: os.killpg(process.pid, signal.SIGTERM))
     killer.start()
     lines, told = [], None

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import yaml
-from launch import LAUNCHER, ROOT, forked, run_process, run_until_gone, torchrun
+from launch import LAUNCHER, ROOT, forked, installed, run_process, run_until_gone, torchrun
 
 from trainer.runs.outputs import ConfigDumper
 
@@ -95,8 +95,8 @@ def test_a_process_ends_with_exit_code_2(demo, case):
 def test_all_ranks_leave_and_one_of_them_speaks(demo, case):
     arguments, parts = CASES[case]
     command = [*LAUNCHER, "2", "-m", MODULE, *arguments, "--micro_train_batch_size", "4"]
-    code, output, seconds = run_until_gone(command, cwd=demo, timeout=120)
-    assert code != 0 and "exitcode  : 2" in output  # torchrun leaves with 1 whatever its ranks leave with
+    code, output, seconds = run_until_gone(command, cwd=demo, timeout=120, **installed())
+    assert code == 2 and "exitcode" not in output, output[-3000:]
     assert_one_line(output, parts)
     assert output.splitlines()[-1].startswith("error: ")
     assert seconds < 30

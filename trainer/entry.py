@@ -15,6 +15,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from importlib.metadata import entry_points
+from itertools import pairwise
 
 from trainer.errors import Interrupted, UserError, plain
 
@@ -149,19 +151,28 @@ def _tell(what) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def is_torchrun(words: list[str]) -> bool:
+    """Whether a command line is that of torchrun."""
+    return any(word == "torch.distributed.run" or os.path.basename(word) == "torchrun" for word in words[:5])
+
+
+def ends_as_trainer(words: list[str]) -> bool:
+    """Whether a torchrun of this command line starts a command of ours, and has loaded our end; see cli/__main__.py."""
+    starts = any(flag in ("-m", "--module") and name.startswith("trainer.cli.") for flag, name in pairwise(words))
+    return starts and is_torchrun(words) and "trainer" in entry_points(group="torchrun.handlers").names
+
+
 def _parent_is_torchrun() -> bool:
-    """Whether a torchrun started this rank that will not start it again (Linux only)."""
+    """Whether a torchrun that prints a table at its end started this rank, and will not start it again (Linux only)."""
     here = os.environ
     if here.get("TORCHELASTIC_RESTART_COUNT") != here.get("TORCHELASTIC_MAX_RESTARTS") or not hasattr(os, "pidfd_open"):
         return False
     try:
         with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
-            words = file.read().split(b"\0")
+            words = os.fsdecode(file.read()).split("\0")
     except OSError:
         return False
-    return "TORCHELASTIC_RUN_ID" in here and any(
-        word == b"torch.distributed.run" or os.path.basename(word) == b"torchrun" for word in words[:5]
-    )
+    return "TORCHELASTIC_RUN_ID" in here and is_torchrun(words) and not ends_as_trainer(words)
 
 
 def _written_and_worked(process: int) -> tuple[int, int]:

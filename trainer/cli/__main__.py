@@ -9,9 +9,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
-from trainer.entry import EXIT_INTERRUPTED, leave, run_command
+from trainer.entry import EXIT_INTERRUPTED, ends_as_trainer, leave, run_command
 from trainer.errors import UserError
 from trainer.help_texts import example_of
 
@@ -80,33 +81,56 @@ def world_size(num_ranks: int, nodes: dict[str, str]) -> Iterator[None]:
 
 
 def start_ranks(module: str, num_ranks: int, nodes: dict[str, str], flags: list[str]) -> None:
-    """Start the ranks as torchrun does, pass signals on, and end with the exit code of the rank that failed first.
-
-    A rank prints its own error. So nothing is printed here, unless a rank died without a word.
-    """
+    """Start the ranks as torchrun does, pass signals on, and end with the exit code of the rank that failed first."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     logging.disable(logging.CRITICAL)  # of torchrun: each rank that is ended
     # not before the flags are checked: it imports torch
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     where = [f"--{name}={value}" for name, value in nodes.items()] or ["--standalone"]
     try:
         torchrun.run(torchrun.parse_args([*where, f"--nproc_per_node={num_ranks}", "-m", module, *flags]))
-    except SignalException:
+    except Exception as error:
+        end_as_ranks(error)
+
+
+def end_as_ranks(error: BaseException) -> NoReturn:
+    """End torchrun's own process after what it raised, with the exit code of the ranks.
+
+    A rank prints its own error. So nothing is printed here, unless a rank died without a word.
+    """
+    # they import torch, which the command `trainer` imports late
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if isinstance(error, SignalException):
         leave(EXIT_INTERRUPTED)
-    except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        left = [code for code in codes.values() if code > 0]
-        if not left:
-            # torchrun ends the others by SIGTERM
-            rank = min(codes, key=lambda rank: (codes[rank] == -signal.SIGTERM, rank))
-            name = signal.Signals(-codes[rank]).name
-            raise UserError(
-                f"rank {rank}", f"ended by {name}", instead="SIGKILL is often for want of memory."
-            ) from None
-        leave(max(left))
+    if not isinstance(error, ChildFailedError):
+        raise error
+    codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    left = [code for code in codes.values() if code > 0]
+    if not left:
+        # torchrun ends the others by SIGTERM
+        rank = min(codes, key=lambda rank: (codes[rank] == -signal.SIGTERM, rank))
+        name = signal.Signals(-codes[rank]).name
+        raise UserError(f"rank {rank}", f"ended by {name}", instead="SIGKILL is often for want of memory.") from None
+    leave(max(left))
+
+
+def torchrun_handler() -> Callable:
+    """Let a plain torchrun that starts a command of ours end as `trainer --nproc` does: no table, and the ranks' exit code.
+
+    torchrun loads each entry point of the group "torchrun.handlers" before it starts ranks; setup.py names this one.
+    The group is for kinds of rendezvous. No other code but its own runs in torchrun's process.
+    """
+    if ends_as_trainer(sys.orig_argv):
+        logging.disable(logging.CRITICAL)
+        sys.excepthook = lambda kind, error, trace: run_command(lambda argv: end_as_ranks(error), [])
+    return no_rendezvous
+
+
+def no_rendezvous(parameters) -> NoReturn:
+    raise ValueError("--rdzv_backend trainer: no such kind of rendezvous")
 
 
 def main() -> None:
