@@ -1,7 +1,9 @@
 """Adapter folders as peft writes them: what their adapter_config.json says. Nothing else is opened."""
 
+import contextlib
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -76,7 +78,7 @@ def read_adapter(folder: str, flag: str) -> AdapterFacts:
         facts = _facts(config)
     except (OSError, ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RecursionError) as error:
         raise UserError(flag, f"{path} cannot be read: {one_line(error)}", "the file as peft wrote it") from None
-    instead = f"Merge it: python -m trainer.cli.export {folder} MODEL"
+    instead = how_to_merge(folder)
     if config.get("peft_type") != "LORA":
         raise UserError(flag, f"{folder} is an adapter of the kind {config.get('peft_type')}", "LORA", instead)
     odd = [name for name, value in config.items() if value and name not in USED | WITHOUT_EFFECT]
@@ -86,6 +88,15 @@ def read_adapter(folder: str, flag: str) -> AdapterFacts:
     if odd:
         raise UserError(flag, f"{path} has {odd[0]} {config[odd[0]]}, which is not built", instead=instead)
     return facts
+
+
+def how_to_merge(folder: str) -> str:
+    """A sentence with the command that merges an adapter, and with --base where export cannot find its base model."""
+    named = None
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError, UserError):
+        named = json.loads(read_text(os.path.join(folder, ADAPTER_CONFIG), folder)).get("base_model_name_or_path")
+    base = "" if isinstance(named, str) and os.path.isdir(named) and not is_adapter(named) else " --base BASE"
+    return f"Merge it: python -m trainer.cli.export {shlex.quote(folder)} MODEL{base}"
 
 
 def _facts(config: dict[str, Any]) -> AdapterFacts:
@@ -124,5 +135,5 @@ def base_folder(folder: str, flag: str) -> str:
     found = found if base else f"{folder} names no base model"
     instead = f"Name it: --pretrain BASE --lora_adapter {folder}"
     if flag != "--pretrain":
-        instead = f"Merge it: python -m trainer.cli.export {folder} MODEL --base BASE"
+        instead = how_to_merge(folder)
     raise UserError(flag, found, instead=instead)

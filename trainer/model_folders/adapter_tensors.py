@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.errors import UserError, one_line
-from trainer.model_folders.adapter_folder import ADAPTER_WEIGHTS, read_adapter
+from trainer.model_folders.adapter_folder import ADAPTER_WEIGHTS, how_to_merge, read_adapter
 
 MAGNITUDE = ".lora_magnitude_vector."  # of DoRA: the lengths of the rows of the weight
 NAME = "default"  # peft's name for the only adapter of a model
@@ -172,7 +172,7 @@ class MergedWeights:
         odd = ("target_parameters", "alpha_pattern", "rank_pattern", "use_dora")
         if any(facts.config.get(name) for name in odd):
             found = "it has experts, DoRA, or ranks that differ by layer, which only the command export merges"
-            raise UserError(folder, found, instead=f"Merge it: python -m trainer.cli.export {folder} MODEL")
+            raise UserError(folder, found, instead=how_to_merge(folder))
         divisor = facts.rank**0.5 if facts.use_rslora else facts.rank
         self._base, self._scale, self._transposed = base, facts.alpha / divisor, transposed
         held = {name.removeprefix("base_model.model."): tensor for name, tensor in read_tensors(folder, folder).items()}

@@ -14,7 +14,14 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GenerationCo
 
 from trainer.errors import UserError, one_line
 from trainer.limits import MB, is_inside, limit, read_model_config, too_large
-from trainer.model_folders.adapter_folder import ADAPTER_CONFIG, adapter_here, base_folder, is_adapter, read_adapter
+from trainer.model_folders.adapter_folder import (
+    ADAPTER_CONFIG,
+    adapter_here,
+    base_folder,
+    how_to_merge,
+    is_adapter,
+    read_adapter,
+)
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.models.folder_faults import tokenizer_fault, unreadable
 
@@ -31,11 +38,7 @@ def resolve_model_folder(name: str, flag: str = "--pretrain") -> str:
     name = cached if is_adapter(cached) else name
     if os.path.isdir(name):
         if is_adapter(name):
-            raise UserError(
-                flag,
-                f"{name} is an adapter, not a model",
-                instead=f"Merge it: python -m trainer.cli.export {name} MODEL",
-            )
+            raise UserError(flag, f"{name} is an adapter, not a model", instead=how_to_merge(name))
         if not os.path.exists(os.path.join(name, "config.json")):
             found, inner = f"{name} contains no config.json", os.path.join(name, "model")  # where a run saves its model
             if any(os.path.exists(os.path.join(inner, file)) for file in ("config.json", ADAPTER_CONFIG)):
