@@ -31,9 +31,9 @@ from trainer.model_parallel import expert_parallel
 from trainer.models.attention import flash, flash_limits
 from trainer.models.attention.flash import use_flash_attention_3
 from trainer.planning import auto_layout, doctor_findings, doctor_machine, plan_inputs
-from trainer.rollout.engines import vllm
 from trainer.rollout.engines.hf import HFEngine
-from trainer.rollout.engines.vllm import VLLMEngine
+from trainer.rollout.engines.on_vllm import vllm
+from trainer.rollout.engines.on_vllm.vllm import VLLMEngine
 from trainer.runs import run_setup
 from trainer.runs.features import precompute
 from trainer.runs.rl import rl_engines

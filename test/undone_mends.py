@@ -83,11 +83,11 @@ UNDONE = [
            f"{ATTENTION}/test_flash.py"),
     Undone("14c", "flash-attn on an old GPU", "trainer/models/attention/flash_limits.py", "if capability < MIN_CAPABILITY:",
            "if False:", f"{ATTENTION}/test_flash.py"),
-    Undone("15a", "vLLM without graphs, 32 sequences at a time", "trainer/rollout/engines/vllm.py", '"enable_sleep_mode": True, "gpu',
+    Undone("15a", "vLLM without graphs, 32 sequences at a time", "trainer/rollout/engines/on_vllm/vllm.py", '"enable_sleep_mode": True, "gpu',
            '"enforce_eager": True, "max_num_seqs": 32, "gpu', "test/test_gpu_sides.py"),
-    Undone("15b", "vLLM keeps its memory while training", "trainer/rollout/engines/vllm.py", "            self._llm.sleep(level=1)\n", "",
+    Undone("15b", "vLLM keeps its memory while training", "trainer/rollout/engines/on_vllm/vllm.py", "            self._llm.sleep(level=1)\n", "",
            "test/test_gpu_sides.py"),
-    Undone("15c", "vLLM on one GPU where training has tp", "trainer/rollout/engines/vllm.py", "tensor_parallel_size=tp_size,",
+    Undone("15c", "vLLM on one GPU where training has tp", "trainer/rollout/engines/on_vllm/vllm.py", "tensor_parallel_size=tp_size,",
            "tensor_parallel_size=1,", "test/test_gpu_sides.py"),
 ]  # fmt: skip
 

@@ -23,9 +23,9 @@ from trainer.errors import UserError
 from trainer.methods.ppo_state import RLState
 from trainer.methods.rollout_phase import patiently
 from trainer.rollout.asynchronous import Pace
+from trainer.rollout.engines.on_vllm.vllm_server import LostServer, VLLMServerEngine
 from trainer.rollout.engines.routing import Router, send_to_each
 from trainer.rollout.engines.sampling import Sampling
-from trainer.rollout.engines.vllm_server import LostServer, VLLMServerEngine
 from trainer.rollout.episode_queue import QueuedRollouts, SharedGroups
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.rollout.rollouts_file import read_rollouts

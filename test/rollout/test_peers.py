@@ -11,7 +11,7 @@ import pytest
 
 from trainer import limits
 from trainer.errors import Failed, UserError
-from trainer.rollout.engines import vllm_server
+from trainer.rollout.engines.on_vllm import vllm_server
 from trainer.rollout.peers import BadAnswer, post_json, read_frame, read_json, send_frame
 from trainer.rollout.rewards.remote_rewards import remote_scorer
 

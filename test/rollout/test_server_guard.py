@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from trainer.cli import serve_engine
 from trainer.errors import UserError
-from trainer.rollout.engines import server_guard
+from trainer.rollout.engines.on_vllm import server_guard
 
 
 async def echo(request: Request) -> PlainTextResponse:

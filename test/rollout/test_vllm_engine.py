@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.rollout.engines.hf import HFEngine
+from trainer.rollout.engines.on_vllm.vllm import VLLMEngine
+from trainer.rollout.engines.on_vllm.vllm_weights import weight_parts
 from trainer.rollout.engines.sampling import Sampling, sample_seed
-from trainer.rollout.engines.vllm import VLLMEngine
-from trainer.rollout.engines.vllm_weights import weight_parts
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11], [30, 31, 32, 33]]

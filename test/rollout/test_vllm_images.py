@@ -23,9 +23,9 @@ from trainer.datasets.images.image_batches import ImageCollate
 from trainer.datasets.images.image_processor import load_processor, process_images
 from trainer.errors import UserError
 from trainer.rollout.engines.hf import HFEngine
+from trainer.rollout.engines.on_vllm.vllm import VLLMEngine
+from trainer.rollout.engines.on_vllm.vllm_images import content_hash, runs_of
 from trainer.rollout.engines.sampling import Sampling
-from trainer.rollout.engines.vllm import VLLMEngine
-from trainer.rollout.engines.vllm_images import content_hash, runs_of
 
 CPU = torch.device("cpu")
 SIZES = [(24, 16), (16, 16), (40, 12), (20, 32)]

@@ -25,8 +25,8 @@ from trainer.compare.zoo.zoo_models import tiny_config
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.rollout.engines.hf import HFEngine
+from trainer.rollout.engines.on_vllm.vllm import VLLMEngine
 from trainer.rollout.engines.sampling import Sampling
-from trainer.rollout.engines.vllm import VLLMEngine
 
 OPTIONS = {"dtype": torch.float32, "device": torch.device("cpu"), "batch_size": 4}
 GREEDY = Sampling(0.0, 16, ())

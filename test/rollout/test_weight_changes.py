@@ -6,7 +6,7 @@ import torch.distributed as dist
 from fake_engine import FakeServer
 
 from trainer.rollout.engines import weight_stream
-from trainer.rollout.engines.vllm_server import VLLMServerEngine
+from trainer.rollout.engines.on_vllm.vllm_server import VLLMServerEngine
 from trainer.rollout.engines.weight_stream import Head, LastSync, Update, packed, unpacked
 
 BLOCK = weight_stream.BLOCK

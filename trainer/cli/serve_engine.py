@@ -17,11 +17,11 @@ from trainer.errors import UserError
 from trainer.flags.parse_flags import arg, check_port, parse_group
 from trainer.flags.rollout_rules import SERVER_RULES
 from trainer.flags.rule import first_broken
-from trainer.rollout.engines.server_guard import NAME as GUARD
-from trainer.rollout.engines.server_guard import guard_with
+from trainer.rollout.engines.on_vllm.server_guard import NAME as GUARD
+from trainer.rollout.engines.on_vllm.server_guard import guard_with
 from trainer.rollout.rewards.remote_rewards import read_key
 
-WORKER = "trainer.rollout.engines.vllm_worker.WeightReceiver"
+WORKER = "trainer.rollout.engines.on_vllm.vllm_worker.WeightReceiver"
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
@@ -81,7 +81,7 @@ def server_flags(args: EngineArguments) -> list[str]:
     """The flags of `vllm serve`."""
     import torch  # --help does not need it, nor what follows
 
-    from trainer.rollout.engines.vllm_cpu import cpu_cache_bytes
+    from trainer.rollout.engines.on_vllm.vllm_cpu import cpu_cache_bytes
 
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.param_dtype]
     flags = [

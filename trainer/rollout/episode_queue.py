@@ -21,7 +21,7 @@ import torch.distributed as dist
 from trainer.distributed.collectives import broadcast_object
 from trainer.limits import limit
 from trainer.rollout.asynchronous import RolloutPart, RolloutsAhead
-from trainer.rollout.engines.vllm_server import FIRST_PAUSE, LONGEST_PAUSE, LostServer
+from trainer.rollout.engines.on_vllm.vllm_server import FIRST_PAUSE, LONGEST_PAUSE, LostServer
 from trainer.rollout.generation import numbered
 
 LOOK_SECONDS = 0.02  # between two looks at whether there is something new

@@ -1,1 +1,1 @@
-"""Who generates: the hf engine, vLLM in process, vLLM servers, and weight sync."""
+"""Who generates: the hf engine, vLLM (`on_vllm/`), and weight sync."""

@@ -16,7 +16,7 @@ from trainer.errors import UserError
 from trainer.rollout.asynchronous import Pace, RolloutsAhead
 from trainer.rollout.engines.decoding import UncachedRows
 from trainer.rollout.engines.hf import HFEngine
-from trainer.rollout.engines.vllm_server import VLLMServerEngine
+from trainer.rollout.engines.on_vllm.vllm_server import VLLMServerEngine
 from trainer.rollout.envs.env_process import ProcessEnvironment, check_sandbox
 from trainer.rollout.envs.environments import SPARE_SECONDS, Caller, Source, load_environment, read_sources
 from trainer.rollout.envs.episodes import continue_episodes
@@ -82,7 +82,7 @@ def vllm_engine(run, options: dict):
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     os.environ.setdefault("RANK", "0")  # vLLM reads it even if torchrun did not start the process
     # vLLM is an extra, and reads the variables above when it is imported
-    from trainer.rollout.engines.vllm import VLLMEngine
+    from trainer.rollout.engines.on_vllm.vllm import VLLMEngine
 
     if share is not None:
         options["gpu_memory_utilization"] = share

@@ -13,16 +13,16 @@ from trainer.distributed.determinism import without_refusals
 from trainer.distributed.weight_slices import Slices
 from trainer.errors import UserError
 from trainer.model_folders.model_folder import quantization
-from trainer.rollout.engines.sampling import Completion, Sampling
-from trainer.rollout.engines.vllm_cpu import (
+from trainer.rollout.engines.on_vllm.vllm_cpu import (
     communicate_by_gloo,
     cpu_cache_bytes,
     keep_plain_weights,
     use_plain_embeddings,
 )
-from trainer.rollout.engines.vllm_experts import check_experts
-from trainer.rollout.engines.vllm_images import ImagePrompts, image_options
-from trainer.rollout.engines.vllm_weights import checksum_of_slices, load_checked, load_slices, weight_parts
+from trainer.rollout.engines.on_vllm.vllm_experts import check_experts
+from trainer.rollout.engines.on_vllm.vllm_images import ImagePrompts, image_options
+from trainer.rollout.engines.on_vllm.vllm_weights import checksum_of_slices, load_checked, load_slices, weight_parts
+from trainer.rollout.engines.sampling import Completion, Sampling
 
 SPARE_LOGPROBS = 32
 

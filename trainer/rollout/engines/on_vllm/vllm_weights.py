@@ -8,7 +8,7 @@ import torch.distributed as dist
 from trainer.distributed.weight_slices import Box, Slices
 from trainer.errors import UserError
 from trainer.rollout.engines.checksum import Checksum, slice_sum
-from trainer.rollout.engines.vllm_experts import experts_part, pack_experts
+from trainer.rollout.engines.on_vllm.vllm_experts import experts_part, pack_experts
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable
 from typing import Optional
 
-NAME = "trainer.rollout.engines.server_guard.Guard"  # for --middleware
+NAME = "trainer.rollout.engines.on_vllm.server_guard.Guard"  # for --middleware
 OPEN = ("/health",)
 PATHS = ("/inference/v1/generate", "/collective_rpc", "/abort_requests")
 METHODS = ("facts_for_trainer", "receive_trainer_weights")  # of a worker, by /collective_rpc

@@ -11,9 +11,9 @@ from typing import Optional
 import torch
 from vllm.platforms import current_platform
 
-from trainer.rollout.engines.vllm_cpu import communicate_by_gloo, keep_plain_weights, use_plain_embeddings
-from trainer.rollout.engines.vllm_experts import check_experts
-from trainer.rollout.engines.vllm_weights import load_checked
+from trainer.rollout.engines.on_vllm.vllm_cpu import communicate_by_gloo, keep_plain_weights, use_plain_embeddings
+from trainer.rollout.engines.on_vllm.vllm_experts import check_experts
+from trainer.rollout.engines.on_vllm.vllm_weights import load_checked
 from trainer.rollout.engines.weight_stream import WeightStream
 
 
