@@ -14,6 +14,7 @@ from typing import Literal, Optional
 
 from trainer.entry import end_with_parent, run_command
 from trainer.errors import UserError
+from trainer.flags.generating_flags import ListenArguments
 from trainer.flags.parse_flags import arg, check_port, parse_group
 from trainer.flags.rollout_rules import SERVER_RULES
 from trainer.flags.rule import first_broken
@@ -26,13 +27,11 @@ SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @dataclass
-class EngineArguments:
+class EngineArguments(ListenArguments):
     """Rollout server"""
 
     pretrain: Optional[str] = arg(None, "model folder; its weights are replaced by those of the trainer")
-    host: str = arg("127.0.0.1", "address to listen on")
     port: int = arg(8001, "port to listen on", type="PositiveInt")
-    api_key: Optional[str] = arg(None, "file with the key that requests must send; needed if others can reach --host")
     max_len: int = arg(2048, "tokens of a prompt and its response together", type="PositiveInt")
     batch_size: int = arg(64, "responses at a time (on CUDA, vllm decides)", type="PositiveInt")
     tensor_parallel_size: int = arg(1, "GPUs of this server", type="PositiveInt")

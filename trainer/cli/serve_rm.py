@@ -9,25 +9,21 @@ from typing import Literal, Optional
 
 from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
+from trainer.flags.generating_flags import RequestArguments
 from trainer.flags.parse_flags import arg, check_port, parse_group
 from trainer.flags.rollout_rules import SERVER_RULES
 from trainer.flags.rule import first_broken
 
 
 @dataclass
-class ServeArguments:
+class ServeArguments(RequestArguments):
     """Reward server"""
 
     reward_pretrain: Optional[str] = arg(None, "reward model folder, as train_rm writes it")
-    host: str = arg("127.0.0.1", "address to listen on")
     port: int = arg(8000, "port to listen on; 0 takes a free one", type="NonNegativeInt")
-    api_key: Optional[str] = arg(None, "file with the key that requests must send; needed if others can reach --host")
     batch_size: int = arg(16, "texts per forward pass, of several requests together", type="PositiveInt")
-    max_body_mb: int = arg(64, "largest request, in MB; all requests together hold 16 times this", type="PositiveInt")
     max_queue: int = arg(16384, "texts that wait at a time; a request beyond them gets 503", type="PositiveInt")
-    max_connections: int = arg(1024, "connections at a time; one beyond them gets 503", type="PositiveInt")
     max_text_kb: int = arg(4096, "longest text of a prompt or a response, in KB", type="PositiveInt")
-    read_timeout: float = arg(30.0, "seconds for a whole request to arrive", type="PositiveFloat")
     max_len: int = arg(4096, "longer texts are cut at their beginning to this many tokens", type="PositiveInt")
     param_dtype: Literal["auto", "bf16", "fp32"] = arg("auto", "compute dtype; auto as in training")
     device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto: CUDA if there is a GPU, else the CPU")

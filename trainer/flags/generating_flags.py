@@ -1,4 +1,4 @@
-"""Flags of the other commands that generate, with the names of `train_ppo`: `train_dpo --online`, `evaluate`, `serve_train`."""
+"""Flags of servers, and of the other commands that generate, with the names of `train_ppo`: `train_dpo --online`, `evaluate`."""
 
 from dataclasses import dataclass
 from typing import Optional
@@ -98,6 +98,26 @@ class EvaluateArguments:
     output: OutputFlags = group(OutputFlags)
 
 
+# --- servers
+
+
+@dataclass
+class ListenArguments:
+    """Server: address and key"""
+
+    host: str = arg("127.0.0.1", "address to listen on")
+    api_key: Optional[str] = arg(None, "file with the key that requests must send; needed if others can reach --host")
+
+
+@dataclass
+class RequestArguments(ListenArguments):
+    """Server: address, key and limits"""
+
+    max_body_mb: int = arg(64, "largest request, in MB; all requests together hold 16 times this", type="PositiveInt")
+    max_connections: int = arg(1024, "connections at a time; one beyond them gets 503", type="PositiveInt")
+    read_timeout: float = arg(30.0, "seconds for a whole request to arrive", type="PositiveFloat")
+
+
 # --- serve_train: a model, its ranks and a server
 
 TrainedFlags = some_flags(
@@ -110,17 +130,12 @@ FolderFlags = some_flags(OutputArguments, "output_dir")
 
 
 @dataclass
-class ServerArguments:
+class ServerArguments(RequestArguments):
     """Server"""
 
-    host: str = arg("127.0.0.1", "address to listen on")
     port: int = arg(8002, "port to listen on; 0 takes a free one", type="NonNegativeInt")
-    api_key: Optional[str] = arg(None, "file with the key that requests must send; needed if others can reach --host")
     max_clients: int = arg(16, "models of clients at a time", type="PositiveInt")
     sample_batch_size: int = arg(64, "responses at a time on one rank", type="PositiveInt")
-    max_body_mb: int = arg(64, "largest request, in MB; all requests together hold 16 times this", type="PositiveInt")
-    max_connections: int = arg(1024, "connections at a time; one beyond them gets 503", type="PositiveInt")
-    read_timeout: float = arg(30.0, "seconds for a whole request to arrive", type="PositiveFloat")
 
 
 @dataclass
