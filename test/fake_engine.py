@@ -19,8 +19,10 @@ VOCABULARY = 90
 class FakeServer:
     """`dies_after` requests for tokens, it answers nothing for `gone` seconds, and has lost its weights then."""
 
-    def __init__(self, dtype: str = "float32", seconds: float = 0.0, dies_after: int = 0, gone: float = 1.0, workers=1):
+    def __init__(self, dtype: str = "float32", seconds=0.0, dies_after: int = 0, gone: float = 1.0, workers=1):
+        """`seconds` of a response are a number, or a function of its seed."""
         self.checksum, self.dtype, self.workers, self._seconds = "", dtype, workers, seconds
+        self._aborts = threading.Condition()
         self._dies_after, self._gone, self._back_at, self._lock = dies_after, gone, 0.0, threading.Lock()
         self.asked: list[tuple[tuple[int, ...], int]] = []  # prompt and seed of each request that was answered
         self.kept: list[dict] = [{} for _ in range(workers)]  # tensors of the last sync, by worker
@@ -65,6 +67,8 @@ class FakeServer:
         if path == "/inference/v1/generate":
             return self._generate(body)
         if path == "/abort_requests":
+            with self._aborts:
+                self._aborts.notify_all()
             return {}
         if body["method"] == "facts_for_trainer":
             facts = {"dtype": self.dtype, "max_len": 128, "vocab_size": VOCABULARY, "workers": self.workers}
@@ -94,7 +98,11 @@ class FakeServer:
         with self._lock:
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        time.sleep(self._seconds)
+        seconds = self._seconds(params["seed"]) if callable(self._seconds) else self._seconds
+        began, count = time.monotonic(), params["max_tokens"]
+        with self._aborts:
+            if self._aborts.wait(seconds):
+                count = min(count, int(count * (time.monotonic() - began) / seconds))
         with self._lock:
             self.in_flight -= 1
             if self._dies_after and len(self.asked) >= self._dies_after:
@@ -104,6 +112,14 @@ class FakeServer:
                 return None
             self.asked.append((tuple(prompt), params["seed"]))
         digest = hashlib.blake2b(f"{prompt} {params['seed']}".encode()).digest()
-        ids = [5 + byte % (VOCABULARY - 5) for byte in digest[: params["max_tokens"]]]
+        ids = [5 + byte % (VOCABULARY - 5) for byte in digest[:count]]
         steps = [{"logprob": -1 - byte / 128} for byte in ids]
-        return {"choices": [{"token_ids": ids, "logprobs": {"content": steps}, "finish_reason": "length"}]}
+        return {
+            "choices": [
+                {
+                    "token_ids": ids,
+                    "logprobs": {"content": steps},
+                    "finish_reason": "length" if count == params["max_tokens"] else "abort",
+                }
+            ]
+        }

@@ -6,6 +6,7 @@ A token takes the same time in every request. Training a rollout takes as long a
 """
 
 import argparse
+import bisect
 import heapq
 import random
 import statistics
@@ -35,17 +36,20 @@ def idle_shares(
     staleness: int,
     queue: bool,
     barrier: bool = True,
+    drains: bool = False,
 ) -> tuple[float, float]:
     """(idle share of the generating slots, of training) from the first token to the last optimizer step.
 
     `rollouts` have the time of each response, by prompt. A driver has `slots` at a time. With `barrier`, it takes as many
     responses, and the next ones when all have ended. Without, each slot takes its next response at once. `queue`: drivers
     take prompts when they are free. Else each has a fixed share of a rollout. Rollout r begins once training begins on
-    rollout r - staleness, or with staleness 0 once the one before is trained.
+    rollout r - staleness, or with staleness 0 once the one before is trained. `drains`, without a barrier: a driver takes
+    the newest weights when all its slots are free, and its slots wait for that when rollout r needs newer weights.
     """
     width = slots if barrier else 1
     units = drivers if barrier else drivers * slots
     free, began, trained = [0.0] * units, [], 0.0
+    held, ready, ends = [0] * drivers, [0.0] * drivers, []  # versions, when they came, and when each one was trained
     busy = sum(time for rollout in rollouts for group in rollout for time in group)
     for number, rollout in enumerate(rollouts):
         gate = trained if not staleness else began[number - staleness] if number >= staleness else 0.0
@@ -55,7 +59,13 @@ def idle_shares(
             heapq.heapify(heap)
             for start in range(0, len(times), width):
                 at, unit = heapq.heappop(heap)
-                free[unit] = max(at, gate) + max(times[start : start + width])
+                at, driver = max(at, gate), unit // slots
+                if drains and held[driver] < number - staleness:
+                    ready[driver] = max(at, *free[driver * slots : (driver + 1) * slots])
+                    held[driver] = bisect.bisect_right(ends, ready[driver])
+                if drains:
+                    at = max(at, ready[driver])
+                free[unit] = at + max(times[start : start + width])
                 made = max(made, free[unit])
                 heapq.heappush(heap, (free[unit], unit))
         else:
@@ -66,6 +76,7 @@ def idle_shares(
                     made = max(made, free[unit])
         began.append(max(made, trained))
         trained = began[-1] + train_time
+        ends.append(trained)
     return 1 - busy / (drivers * slots * trained), 1 - train_time * len(rollouts) / trained
 
 
@@ -79,8 +90,9 @@ def main() -> None:
     print("| | staleness | generating ranks idle | training ranks idle |\n|---|---:|---:|---:|")
     ways = {
         "static split": {"queue": False},
-        "queue": {"queue": True},
-        "queue without batches (not built)": {"queue": True, "barrier": False},
+        "queue, in batches": {"queue": True},
+        "queue, refilled slots": {"queue": True, "barrier": False, "drains": True},
+        "the same, --partial_rollouts": {"queue": True, "barrier": False},
     }
     for staleness in (0, 1, 2, 4):
         for name, way in ways.items():

@@ -127,6 +127,10 @@ def test_simulated_idle_shares_are_those_counted_by_hand():
     wide = {"drivers": 1, "slots": 2, "train_time": 1.0, "staleness": 0, "queue": True}
     assert idle_shares(long, **wide)[0] == 1 - 7 / 12  # batches of 4 s and 1 s
     assert idle_shares(long, **wide, barrier=False)[0] == 1 - 7 / 10
+    # four times 5 s and 1 s. The last rollout needs version 1. The slot that is free at 7 s waits for it until 11 s
+    wide, slow = wide | {"staleness": 2, "barrier": False}, [[[5.0], [1.0]]] * 4
+    assert idle_shares(slow, **wide)[0] == 1 - 24 / (2 * 13)
+    assert idle_shares(slow, **wide, drains=True)[0] == 1 - 24 / (2 * 17)
 
 
 # --- the engine of one rank
@@ -211,6 +215,44 @@ def test_no_server_for_too_long_is_the_error_of_the_server(one_rank, monkeypatch
     assert 1 <= time.monotonic() - began < 10
 
 
+def test_a_free_slot_takes_the_next_sample_at_once(one_rank):
+    """A response that lasts until many others have ended holds up no other, also of the next rollouts. The same tokens come."""
+    rollouts, slots, others = 5, 8, 60
+
+    def run(whole_batches: bool) -> tuple[bool, list]:
+        """Whether the slow response saw the others end, and the rollouts."""
+        saw = []
+
+        def seconds(seed: int) -> float:
+            if not saw and not whole_batches:
+                saw.append(False)
+                saw[0] = any(len(server.asked) >= others or time.sleep(0.01) for _ in range(2000))
+            return 0.002
+
+        server = FakeServer(seconds=seconds)
+        engine = VLLMServerEngine([server.url], device=torch.device("cpu"), batch_size=slots, max_len=64)
+        strategy, state = (
+            SimpleNamespace(iter_full_params=weights_of, print=print),
+            RLState(prompts_of(64), 0.0, num_histories=BOUND + 1),
+        )
+        options, found = {"seed": 0, "group_size": 8, "num_servers": 1, "whole_batches": whole_batches}, []
+        with QueuedRollouts(
+            engine, None, Pace(BOUND, rollouts, lambda samples: 1, slots), SAMPLING, **options
+        ) as queued:
+            for step in range(rollouts):
+                queued.update(strategy, None, state)
+                found.append(queued.next(state, step, {}))
+                state.go_on(found[-1])
+        assert 1 < server.most_in_flight <= slots
+        return any(saw), found
+
+    (_, batches), (saw, refilled) = run(True), run(False)
+    assert saw, "32 samples of each of the first two rollouts are asked for while the first one is made"
+    for number, samples in enumerate(refilled):
+        assert [s.response_ids for s in samples] == [s.response_ids for s in batches[number]]
+        assert all(0 <= number - s.version <= BOUND for s in samples)
+
+
 # --- runs of two ranks
 
 REWARD = """
@@ -221,7 +263,8 @@ def reward_func(prompts, responses, labels):
 
 def flags(folder, name: str, servers: list[FakeServer], *more: str) -> list[str]:
     line = ["--backend", "fsdp2", "--pretrain", f"{folder}/demo/model", "--dataset", f"{folder}/demo/prompts.jsonl"]
-    line += ["--label_key", "label", "--reward_func", f"{folder}/reward.py", "--param_dtype", "fp32", "--no_save"]
+    line += ["--label_key", "label", "--param_dtype", "fp32", "--no_save"]
+    line += [] if "--env" in more else ["--reward_func", f"{folder}/reward.py"]
     line += ["--max_samples", "24", "--advantage_estimator", "group_norm", "--prompt_max_len", "64"]
     line += ["--generate_max_len", "8", "--rollout_batch_size", "8", "--n_samples_per_prompt", "2", "--tis_cap", "2"]
     line += ["--train_batch_size", str(SAMPLES), "--micro_train_batch_size", "8", "--micro_rollout_batch_size", "4"]
@@ -232,12 +275,23 @@ def flags(folder, name: str, servers: list[FakeServer], *more: str) -> list[str]
     return ["train_ppo", *line, "--output_dir", str(folder / name), *more]
 
 
+TALKER = """
+class Environment:
+    def reset(self, task):
+        return task["messages"]
+
+    def step(self, response):
+        return 1.0, True
+"""
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """In lock step and ahead: 1, 2 and 3 servers for 2 ranks; then one or all of them die and come back."""
     folder, ahead = tmp_path_factory.mktemp("queue"), ["--max_staleness", str(BOUND)]
     make_demo(str(folder / "demo"))
     (folder / "reward.py").write_text(REWARD)
+    (folder / "talker.py").write_text(TALKER)
     (folder / "coarse.py").write_text(REWARD.replace("% 7 / 7", "% 2"))
     with open(folder / "demo/prompts_eval.jsonl") as file:
         (folder / "few.jsonl").write_text("".join(itertools.islice(file, 4)))
@@ -252,6 +306,11 @@ def runs(tmp_path_factory):
         lines.append(flags(folder, f"{way}-killed", servers[way, "killed"], *more))
         servers[way, "alone"] = [FakeServer(seconds=0.01, dies_after=20, gone=1.5)]
         lines.append(flags(folder, f"{way}-alone", servers[way, "alone"], *more))
+    lines.append(flags(folder, "partial", [FakeServer(seconds=0.1)], *ahead, "--partial_rollouts"))
+    lines.append(flags(folder, "partial-replay", [], "--rollouts_from", f"{folder}/partial/rollouts.jsonl"))
+    lines.append(
+        flags(folder, "turns", [FakeServer(seconds=0.01)], *ahead, "--env", f"{folder}/talker.py", "--timeline")
+    )
     filtered = [FakeServer(seconds=0.005), FakeServer(seconds=0.01)]
     more = [*ahead, "--dynamic_filtering", "--reward_func", f"{folder}/coarse.py", "--save_steps", "2"]
     lines.append(flags(folder, "filtered", filtered, *more))
@@ -291,11 +350,26 @@ def test_ahead_every_sample_is_drawn_and_trained_once(runs, name):
     assert max(row["staleness_max"] for row in rows) > 0
 
 
+def test_each_slot_plays_episodes_of_its_own(runs):
+    folder, _, _ = runs
+    for number, samples in enumerate(read_rollouts(f"{folder}/turns/rollouts.jsonl")):
+        assert [s.number for s in samples] == list(range(SAMPLES)) and {s.score for s in samples} == {1.0}
+        assert all(0 <= number - s.version <= BOUND for s in samples)
+    events = json.loads((folder / "turns/timeline.json").read_text())
+    names = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    assert [names[f"slot {n}"] for n in range(4)] == [2, 3, 4, 5]
+    generated = {event["tid"] for event in events if event["name"] == "generate" and event["pid"] == 0}
+    assert generated <= {2, 3, 4, 5} and len(generated) > 1
+
+
 def test_a_server_that_dies_comes_back_and_the_replay_is_the_run(runs):
     folder, _, output = runs
+    assert any(row["resumed_fraction"] > 0 for row in read_steps(folder / "partial"))
     assert output.count("no rollout server is left, waiting up to 600 s") == 1  # of lock step
     assert output.count("rollout server lost") >= 4 and output.count("is back") >= 2, output[-3000:]
-    for row, other in zip(read_steps(folder / "ahead-killed"), read_steps(folder / "replay"), strict=True):
+    pairs = [("ahead-killed", "replay"), ("partial", "partial-replay")]
+    rows = [zip(read_steps(folder / ahead), read_steps(folder / again), strict=True) for ahead, again in pairs]
+    for row, other in itertools.chain(*rows):
         assert all(row[key] == other[key] for key in ("loss", "grad_norm", "batch_hash", "staleness"))
 
 

@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -261,6 +261,11 @@ class RolloutsAhead:
         part.checksums[version] = self._checksum
         return version
 
+    @contextlib.contextmanager
+    def _newest_weights(self, part: RolloutPart) -> Iterator[int]:
+        """Inside, the engine has these weights. Yields their version."""
+        yield self._load_newest(part)
+
     def _interrupts(self) -> bool:
         return self._stopped or self._newest[0] != self._held
 
@@ -277,12 +282,12 @@ class Resuming:
         ahead, found = self.ahead, [Completion([], [], False) for _ in prompts]
         limits = list(limits) or [sampling.max_new_tokens] * len(prompts)
         while going := [i for i, one in enumerate(found) if not one.finished and len(one.token_ids) < limits[i]]:
-            version = ahead._load_newest(self.part)
             texts = [[*prompts[i], *found[i].token_ids] for i in going]
             counts = [len(found[i].token_ids) for i in going]
-            own = [sample_seed(seeds[i], version, count) if count else seeds[i] for i, count in zip(going, counts)]
             rest = [limits[i] - count for i, count in zip(going, counts)]
-            new = ahead.engine.generate(texts, sampling, own, rest, interrupted=ahead._interrupts)
+            with ahead._newest_weights(self.part) as version:
+                own = [sample_seed(seeds[i], version, count) if count else seeds[i] for i, count in zip(going, counts)]
+                new = ahead.engine.generate(texts, sampling, own, rest, interrupted=ahead._interrupts)
             for i, count, completion in zip(going, counts, new, strict=True):
                 one = found[i]
                 one.token_ids += completion.token_ids

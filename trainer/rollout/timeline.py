@@ -17,6 +17,7 @@ from trainer.distributed.collectives import gather_objects
 FILE = "timeline.json"
 END = b"\n]\n"
 THREADS = ["training", "rollouts ahead"]
+SLOT = "slot "  # the name of a thread that generates one sample after the other, before its number
 _spans: list[dict] = []
 _recording = threading.Event()
 
@@ -31,9 +32,16 @@ def span(name: str):
     try:
         yield
     finally:
-        thread = int(threading.current_thread() is not threading.main_thread())
+        thread = _lane(threading.current_thread())
         duration = (time.perf_counter_ns() - begin) / 1000
         _spans.append({"name": name, "ph": "X", "ts": started / 1000, "dur": duration, "tid": thread})
+
+
+def _lane(thread: threading.Thread) -> int:
+    """The place in THREADS, or the next ones for slots."""
+    if thread.name.startswith(SLOT):
+        return len(THREADS) + int(thread.name.removeprefix(SLOT))
+    return int(thread is not threading.main_thread())
 
 
 @contextlib.contextmanager
@@ -49,7 +57,8 @@ class Timeline:
     """The spans of all ranks. As a context manager, it starts and ends recording."""
 
     def __init__(self, output_dir: str):
-        self._path, self._named = os.path.join(output_dir, FILE), False
+        self._path = os.path.join(output_dir, FILE)
+        self._lanes: dict[int, int] = {}  # how many lanes of a rank have names
 
     def __enter__(self) -> "Timeline":
         _recording.set()
@@ -64,16 +73,19 @@ class Timeline:
         mine = [_spans.pop(0) for _ in range(len(_spans))]  # the other thread may add some meanwhile
         events = []
         for rank, spans in enumerate(gather_objects(mine)):
-            events += [{**one, "pid": rank} for one in ([] if self._named else _names(rank)) + spans]
-        self._named = True
+            known = self._lanes.get(rank, 0)
+            self._lanes[rank] = max(known, len(THREADS), *(1 + one["tid"] for one in spans))
+            names = _names(rank, range(known, self._lanes[rank]))
+            events += [{**one, "pid": rank} for one in names + spans]
         if dist.get_rank() == 0:
             append_events(self._path, events)
 
 
-def _names(rank: int) -> list[dict]:
-    """Events that give the names of a rank and of its threads."""
-    threads = [{"name": "thread_name", "ph": "M", "tid": n, "args": {"name": name}} for n, name in enumerate(THREADS)]
-    return [{"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}}, *threads]
+def _names(rank: int, lanes: range) -> list[dict]:
+    """Events that give the names of a rank and of these lanes."""
+    names = [(n, THREADS[n] if n < len(THREADS) else f"{SLOT}{n - len(THREADS)}") for n in lanes]
+    found = [{"name": "thread_name", "ph": "M", "tid": n, "args": {"name": name}} for n, name in names]
+    return [{"name": "process_name", "ph": "M", "args": {"name": f"rank {rank}"}}][: not lanes.start] + found
 
 
 def append_events(path: str, events: list[dict]) -> None:

@@ -133,6 +133,7 @@ class Caller:
     def __init__(self, where: str, timeout: float, concurrency: int):
         self._where, self._timeout, self._concurrency = where, timeout, concurrency
         self._loop: Optional[asyncio.AbstractEventLoop] = None
+        self._starting = threading.Lock()
 
     def __call__(self, what: str, functions: list[Callable[[], Any]], pause: float = 0.0) -> list:
         """The results of `functions`, in order, as `value` gives them. They start after `pause` seconds.
@@ -147,9 +148,10 @@ class Caller:
 
     def start(self, function: Callable[[], Any], pause: float = 0.0) -> Future:
         """Call `function` after `pause` seconds, as soon as there is room. For `wait` and `value`."""
-        if self._loop is None:
-            self._loop, self._room = asyncio.new_event_loop(), asyncio.Semaphore(self._concurrency)
-            threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        with self._starting:
+            if self._loop is None:
+                self._loop, self._room = asyncio.new_event_loop(), asyncio.Semaphore(self._concurrency)
+                threading.Thread(target=self._loop.run_forever, daemon=True).start()
         return asyncio.run_coroutine_threadsafe(self._one(function, pause), self._loop)
 
     def wait(self, what: str, futures: Collection[Future], until: str, seconds: Optional[float] = None) -> set[Future]:

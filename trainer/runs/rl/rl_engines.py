@@ -119,7 +119,8 @@ def rollouts_ahead(run) -> RolloutsAhead:
     if roles.environment is not None:
         options["generate"] = functools.partial(continue_episodes, roles.environment)
     if args.rollout.rollout_engine == "vllm_server":
-        return QueuedRollouts(roles.engine, score_mine, pace, sampling, **options, num_servers=len(server_urls(run)))
+        options |= {"num_servers": len(server_urls(run)), "whole_batches": args.environment.env_lockstep}
+        return QueuedRollouts(roles.engine, score_mine, pace, sampling, **options)
     return RolloutsAhead(roles.engine, score_mine, pace, sampling, **options)
 
 

@@ -13,6 +13,8 @@ import http.client
 import json
 import math
 import socket
+import threading
+import time
 import urllib.error
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -32,9 +34,14 @@ from trainer.rollout.peers import post_json
 FLAG = "--engine_urls"
 TIMEOUT = 3600  # seconds for a response; a server that hangs is given up then
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two tries while no server is left
+HELD_SECONDS = 0.5  # a server takes longer to start again
 LOOK_SECONDS = 0.05  # between two looks at whether requests shall be interrupted
 DTYPES = ("bfloat16", "float32")  # those of serve_engine
 FACTS_TIMEOUT = 60  # seconds for a server to report what it holds
+
+
+def never() -> bool:
+    return False
 
 
 class LostServer(UserError):
@@ -73,7 +80,8 @@ class VLLMServerEngine:
         self.own_only = False  # use no other rank's servers: their weights may change at any time
         self._urls = urls[first:] + urls[:first]
         self.device, self._batch_size = device, batch_size
-        self._checksum = ""  # of the weights of the last update
+        self._checksum, self._held_until = "", {}  # of the weights of the last update; by server
+        self._router, self._aborting = Router(batch_size), threading.Lock()
         self._last = LastSync() if deltas and self.own else None
         self._gone: dict[str, UserError] = {}  # servers that are not used, and why
         found: dict[str, str] = {}  # a URL of each dtype
@@ -95,6 +103,7 @@ class VLLMServerEngine:
         """
         came, num_bytes, num_values, num_changed = Checksum(), 0, 0, 0
         before, self._checksum = self._checksum, ""
+        self._held_until, self._router = {}, Router(self._batch_size)  # other weights: no server knows a prompt
 
         def watched() -> Iterator[Update]:
             nonlocal num_bytes, num_values, num_changed
@@ -160,16 +169,17 @@ class VLLMServerEngine:
         sampling: Sampling,
         seeds: Sequence[int] = (),
         limits: Sequence[int] = (),
-        interrupted: Callable[[], bool] = lambda: False,
+        interrupted: Callable[[], bool] = never,
     ) -> list[Completion]:
         """A completion of each prompt, in order. See `HFEngine.generate` for `seeds`, `limits` and `interrupted`.
 
-        Raises LostServer if no server is left that holds the weights of the last update.
+        Threads may call it at the same time. Raises LostServer if no server is left that holds the weights of the last
+        update.
         """
         own_seeds = list(seeds) if sampling.temperature else [None] * len(prompts)
         most = list(limits) or [sampling.max_new_tokens] * len(prompts)
         urls = self.own if self.own_only else self._urls
-        holding, router = [url for url in urls if self._holds(url)], Router(self._batch_size)
+        holding, router = [url for url in urls if self._holds(url)], self._router
 
         def complete(one: tuple) -> Completion:
             if interrupted():
@@ -186,7 +196,7 @@ class VLLMServerEngine:
 
         with ThreadPoolExecutor(self.concurrency) as pool:
             futures = [pool.submit(complete, one) for one in zip(prompts, own_seeds, most)]
-            while wait(futures, timeout=LOOK_SECONDS).not_done:
+            while wait(futures, timeout=None if interrupted is never else LOOK_SECONDS).not_done:
                 if interrupted():  # a request that arrives only now is aborted the next time
                     self._abort(holding)
         return [future.result() for future in futures]
@@ -198,18 +208,25 @@ class VLLMServerEngine:
 
     def _abort(self, urls: list[str]) -> None:
         """End all requests on servers. Their answers have the tokens so far. A server that is gone has no requests."""
-        for url in urls:
-            with contextlib.suppress(UserError):
-                self._request(url, "/abort_requests", {}, FACTS_TIMEOUT)
+        if not self._aborting.acquire(blocking=False):  # another thread does it
+            return
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._aborting.release)
+            for url in urls:
+                with contextlib.suppress(UserError):
+                    self._request(url, "/abort_requests", {}, FACTS_TIMEOUT)
 
     def _holds(self, url: str) -> bool:
-        """Whether the server has the weights of the last update."""
+        """Whether the server has the weights of the last update. It is not asked twice in HELD_SECONDS."""
+        if url not in self._gone and time.monotonic() < self._held_until.get(url, 0.0):
+            return True
         try:
             held = {facts["checksum"] for facts in self._facts(url)}
         except LostServer as error:
             self._note_gone(url, error)
             return False
         if held == {self._checksum}:
+            self._held_until[url] = time.monotonic() + HELD_SECONDS
             self._note_back(url)
         else:
             self._note_gone(url, LostServer(FLAG, f"{url} was started again, and has not got this run's weights yet"))
