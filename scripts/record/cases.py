@@ -30,6 +30,24 @@ def steps_of(condition: dict) -> list[list[int]]:
     return epoch * EPOCHS
 
 
+def weights_of(batch: list[dict], condition: dict, weights) -> list[float] | None:
+    """The weight of each sample of a step, as a mistake `weights` of the mean has it; None for the right mean."""
+    size = condition["batch"]
+    micro_batches = [batch[start : start + size] for start in range(0, len(batch), size)]
+    return weights(micro_batches, condition.get("ranks", 1)) if weights else None
+
+
+def trained(model: torch.nn.Module, batches: list[list[dict]], step) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each optimizer step of the plain loop. `step(batch)` makes the gradients and gives both."""
+    parameters, curve = [p for p in model.parameters() if p.requires_grad], []
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.0)
+    for batch in batches:
+        curve.append(step(batch))
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+    return curve
+
+
 def conversations(number: int, seed: int) -> list[dict]:
     """Rows {"messages"} of one to four turns, of very different lengths."""
     generator = torch.Generator().manual_seed(seed)

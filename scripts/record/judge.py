@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from cases import LEARNING_RATE, steps_of
+from cases import steps_of, trained, weights_of
 from methods import CHOICES, plain_method_curve
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -50,17 +50,8 @@ def plain_curve(inputs: Path, condition: dict, mask=None, weights=None) -> tuple
 
         model = PeftModel.from_pretrained(model, inputs / "adapter", is_trainable=True)
     samples = [mask(sample) for sample in samples] if mask else samples
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.0
-    )
-    curve = []
-    for rows in steps_of(condition):
-        batch, size = [samples[row] for row in rows], condition["batch"]
-        micro_batches = [batch[start : start + size] for start in range(0, len(batch), size)]
-        given = weights(micro_batches, condition.get("ranks", 1)) if weights else None
-        curve.append(plain_step(model, batch, given))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    batches = [[samples[row] for row in rows] for rows in steps_of(condition)]
+    curve = trained(model, batches, lambda batch: plain_step(model, batch, weights_of(batch, condition, weights)))
     if condition.get("lora"):
         model = model.merge_and_unload()
     return curve, first, {name: p.detach() for name, p in model.named_parameters()}
@@ -88,7 +79,7 @@ def read_log(output: Path) -> list[dict]:
     return json.loads(states[-1].read_text())["log_history"]
 
 
-def weights_of(output: Path) -> dict[str, torch.Tensor]:
+def saved_weights(output: Path) -> dict[str, torch.Tensor]:
     found = {}
     for path in sorted((output / "model").glob("*.safetensors")):
         found |= load_file(path)
@@ -143,7 +134,7 @@ def judge(inputs: Path, output: Path, condition: dict) -> dict:
         return {"verdict": "wrong", "note": "it started again from the first step"}
     if len(log) != len(curve):
         return {"verdict": "wrong", "note": f"{len(log)} steps are logged, the data gives {len(curve)}"}
-    theirs = weights_of(output)
+    theirs = saved_weights(output)
     found, verdict, note, chosen = compare(log, theirs, curve, first, final), "equal", "", None
     if not is_equal(found):
         verdict = "wrong"

@@ -7,18 +7,19 @@ with the mean over all tokens of a step, and a score less the mean of its group,
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from cases import EPOCHS, LEARNING_RATE, steps_of, write_jsonl
+from cases import EPOCHS, steps_of, trained, weights_of, write_jsonl
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trainer.compare.other_trainers.plain_reference import MISTAKES
 
 PAIRS, GROUP, TOP_K, BETA = 11, 4, 150, 0.1
+FULL_STEP = 4  # micro-batches of a full step, over all ranks
 METHODS = {
     "DPO, accumulation 4": {"method": "dpo", "batch": 2, "accumulation": 4, "rows": 8},
     "DPO, last short batch": {"method": "dpo", "batch": 2, "accumulation": 4, "rows": PAIRS, "in_order": True},
@@ -157,15 +158,25 @@ def kept_mass(sample: dict) -> dict:
     return {**full_vocabulary(sample), "sampled": sample["log_probs"]}
 
 
+def means_over_a_full_step(micro_batches: list[list[dict]], _ranks: int) -> list[float]:
+    return [1 / len(batch) / FULL_STEP for batch in micro_batches for _ in batch]
+
+
 MEANS = [mistake for mistake in MISTAKES if mistake.weights]
+LINE_BREAK = Choice("the line break behind the answer belongs to it", "convention", ("dpo", "rm"), with_line_break)
+MEANS_OF_PAIRS = [
+    *(Choice(mean.name.replace("tokens", "pairs"), "wrong", ("dpo", "rm"), weights=mean.weights) for mean in MEANS),
+    Choice("the means of micro-batches, over the number of a full step", "wrong", ("dpo", "rm"), weights=means_over_a_full_step),
+]  # fmt: skip
 CHOICES = [
-    Choice("the line break behind the answer belongs to it", "convention", ("dpo", "rm"), with_line_break),
+    LINE_BREAK,
     Choice("log-probs over the full vocabulary, though the sampler cut tokens off", "convention", ("grpo",), full_vocabulary),
     Choice("log-probs over the full vocabulary against those of the sampler: each token counts by the kept mass", "wrong", ("grpo",), kept_mass),
-    *(Choice(mistake.name, "wrong", ("grpo",), weights=mistake.weights) for mistake in MEANS),
-    *(Choice(mistake.name.replace("tokens", "pairs"), "wrong", ("dpo", "rm"), weights=mistake.weights) for mistake in MEANS),
+    *(Choice(mean.name, "wrong", ("grpo",), weights=mean.weights) for mean in MEANS),
+    *MEANS_OF_PAIRS,
     Choice("loss and gradients are multiplied by the ranks of tensor parallelism", "wrong", ("rm",), factor=2.0),
     Choice("loss and gradients are divided by the ranks of tensor parallelism", "wrong", ("rm",), factor=0.5),
+    *(replace(mean, name=f"{mean.name}; {LINE_BREAK.name}", change=with_line_break) for mean in MEANS_OF_PAIRS),
 ]  # fmt: skip
 
 
@@ -197,26 +208,18 @@ def plain_method_curve(
     )
     model, reference = (kind.from_pretrained(inputs / name, dtype=torch.float32).train() for _ in range(2))
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.0)
-    curve = []
-    for batch in read_items(inputs, condition):
-        if choice and choice.change:
-            batch = [choice.change(item) for item in batch]
-        size = condition["batch"]
-        micro_batches = [batch[start : start + size] for start in range(0, len(batch), size)]
-        count = sum(sum(item["loss_mask"]) for item in batch)
-        weights = (
-            choice.weights(micro_batches, condition.get("ranks", 1))
-            if choice and choice.weights
-            else [1 / count] * len(batch)
-        )
+    choice, loss_of = choice or Choice("", "equal", ()), LOSSES[condition["method"]]
+
+    def step(batch: list[dict]) -> tuple[float, float]:
+        batch = [choice.change(item) for item in batch] if choice.change else batch
+        count, total = sum(sum(item["loss_mask"]) for item in batch), 0.0
+        weights = weights_of(batch, condition, choice.weights) or [1 / count] * len(batch)
         model.zero_grad()
-        total = 0.0
         for item, weight in zip(batch, weights, strict=True):
-            loss = LOSSES[condition["method"]](model, reference, item) * weight * (choice.factor if choice else 1.0)
+            loss = loss_of(model, reference, item) * weight * choice.factor
             loss.backward()
             total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
-        curve.append((total, norm))
-        optimizer.step()
+        return total, torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+
+    curve = trained(model, read_items(inputs, condition), step)
     return curve, first, {name: p.detach() for name, p in model.named_parameters()}

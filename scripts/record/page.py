@@ -56,7 +56,7 @@ FINDINGS = """
   `model_accepts_loss_kwargs` to False if the inner model's `forward` has no argument of the name `num_items_in_batch`. The models of
   transformers take this count through `**kwargs`. So the count over all micro-batches is not used, and a step is a mean of means.
   The smallest input is two micro-batches with different numbers of loss tokens. With accumulation 1, or with packed rows, it is equal.
-- **axolotl 0.19.0, last short batch.** 11 rows, 8 rows a step and 4 epochs are 8 steps. The run ends after 6 steps.
+- **axolotl 0.19.0, last short batch.** 11 rows, 8 rows a step and 4 epochs are 8 steps. The run ends after 6 steps, also with pairs.
 - **Evaluation.** The HF Trainer 5.19, TRL and axolotl average the means of batches, weighted by rows. LLaMA-Factory and ms-swift average
   them without weights. Batches with more loss tokens count too little. The training loss is not touched.
 - **The line break behind a turn.** LLaMA-Factory and ms-swift have a `chatml` template of their own. It also trains the line break
@@ -65,12 +65,22 @@ FINDINGS = """
 - **TRL 1.16, DPO and reward model, last short batch.** `DPOTrainer` and `RewardTrainer` take the mean over a micro-batch, and the HF
   Trainer divides it by the number of micro-batches. The last step has micro-batches of two pairs and one pair. So the lone pair counts
   twice. The smallest input is three pairs with micro-batches of two. Full micro-batches are equal.
+- **LLaMA-Factory 0.9.5 and ms-swift 4.6, last short batch.** LLaMA-Factory, and the reward model of ms-swift, have the same mean of means.
+- **ms-swift 4.6, DPO, last short batch.** `swift/rlhf_trainers/dpo_trainer.py` divides the mean of a micro-batch by
+  `gradient_accumulation_steps`. The last step has two micro-batches and is divided by four. So its loss and gradient are half of the
+  mean of means.
+- **ms-swift 4.6, reward model.** `--train_dataloader_shuffle false` does not reach this trainer, without a word. Here its rows come in order
+  through `--train_sampling_strategy sequential`.
+- **LLaMA-Factory 0.9.5, reward model.** Its value head has a dropout of 0.1, which `summary_dropout_prob` in `config.json` turns off
+  here. It cannot save a model with tied embeddings: `RuntimeError: Some tensors share memory`. So these cells start from an untied copy.
+- **axolotl 0.19.0, reward model.** The rows need a column `system`. An empty one becomes an empty turn before the prompt, without a
+  word. These cells set `drop_system_message: true`.
 - **TRL 1.16, GRPO with `top_k`.** Its log-probs cover the full vocabulary, but the sampler takes the 150 best tokens. Without an engine
   this is a choice. With the log-probs of an engine, the two are divided by each other. `GRPOConfig` asks vLLM for
   `processed_logprobs`, and these are over the kept tokens. So each token counts by the kept mass, in place of 1. The page gives TRL such
   log-probs through `rollout_func`, with `vllm_importance_sampling_mode="token_truncate"`. vLLM itself does not run.
-- **This trainer, reward model.** The score is that of the last token, as in transformers. With a chat template, it is the
-  line break behind the answer. TRL gets token ids without it.
+- **Reward models of this trainer, LLaMA-Factory, ms-swift and axolotl.** The score is that of the last token, as in transformers. With a
+  chat template, it is the line break behind the answer. TRL gets token ids without it.
 
 ## Known reports
 
@@ -79,7 +89,7 @@ These mistakes were reported for trainers of the field. Where no peer here shows
 | Report | Where it is found |
 |---|---|
 | mean of means under accumulation | axolotl, "accumulation 4, uneven lengths" |
-| DPO with uneven batches | TRL, "DPO, last short batch" |
+| DPO with uneven batches | TRL, LLaMA-Factory and ms-swift, "DPO, last short batch" |
 | log-probs over the full vocabulary against a truncated sampler | TRL, "GRPO, top-k sampling, log-probs of the engine" |
 | evaluation as a mean of batch means | LLaMA-Factory and ms-swift, "evaluation, uneven batches" |
 | loss of a reward model that depends on the tensor-parallel size | planted in `test/test_record.py`; TRL refuses tensor parallelism on a CPU |
@@ -104,11 +114,13 @@ welcome as an issue, with the settings that you expect.
 
 - A resume within an epoch: here an epoch is one step, except in "last short batch".
 - GPU kernels, bf16 and FlashAttention: all runs are fp32 on a CPU. A refusal here may be no refusal there.
-- Pairs and rollouts with LLaMA-Factory, ms-swift and axolotl.
+- GRPO and tensor parallelism with LLaMA-Factory, ms-swift and axolotl.
 - verl 0.9.1 asks for a GPU's memory when its SFT trainer starts: `AssertionError: Torch not compiled with CUDA enabled`.
-- OpenRLHF 0.11.2 needs flash-attn 2.8.3, whose build failed here.
+- OpenRLHF 0.11.2 asks for a GPU when its SFT trainer starts: `RuntimeError: Found no NVIDIA driver on your system`, from
+  `torch.cuda.set_device`. It imports flash-attn 2.8.3, whose package installs with `FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE` and imports with
+  `FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE`. No stub was used. Its weights are bf16 or fp16 only, so no cell could be equal.
 - torchtune 0.6.1 imports with torch 2.6 and torchao 0.9, but has no Qwen3, which is the model of all cells.
-- torchtitan is not tried yet.
+- torchtitan 0.3.0 has Qwen3, but its trainer ends with the same error, from `set_device`.
 """
 
 

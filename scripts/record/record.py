@@ -39,12 +39,16 @@ METHOD_TRAINERS = {
     "this trainer, deepspeed": ("", "run_ours.py", "deepspeed", ""),
     "TRL": ("trl", "run_trl.py", "", "trl"),
 }
+PAIR_TRAINERS = {name: TRAINERS[name] for name in ("LLaMA-Factory", "ms-swift", "axolotl")}  # DPO and reward models
 CONDITIONS = cases.CONDITIONS | methods.METHODS
 NOT_OFFERED = {("HF Trainer", "chat template with masks"): "it takes tokenized rows and has no chat templates"}
 
 
 def trainers_of(condition_name: str) -> dict:
-    return METHOD_TRAINERS if condition_name in methods.METHODS else TRAINERS
+    if condition_name in cases.CONDITIONS:
+        return TRAINERS
+    condition = methods.METHODS[condition_name]
+    return METHOD_TRAINERS | ({} if condition["method"] == "grpo" or condition.get("tp") else PAIR_TRAINERS)
 
 
 def python_of(environments: Path, name: str) -> str:

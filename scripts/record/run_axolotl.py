@@ -10,19 +10,31 @@ from axolotl.cli.train import do_cli
 from weights import keep_weights
 
 
-def main(inputs: Path, output: Path, condition: dict) -> None:
-    chat = condition.get("messages")
-    rows = output.parent / f"{output.name}-rows.jsonl"
-    lines = (inputs / ("rows.jsonl" if chat else "rows_tokens.jsonl")).read_text().splitlines(keepends=True)
-    rows.write_text("".join(lines[: condition["rows"]]))
-    kind = {
-        "type": "chat_template",
-        "chat_template": "tokenizer_default",
-        "roles_to_train": ["assistant"],
-        "train_on_eos": "turn",
+def pair_of_texts(line: str) -> str:
+    row = json.loads(line)
+    texts = {
+        name: row[key][0]["content"] for name, key in (("input", "prompt"), *((s, s) for s in ("chosen", "rejected")))
     }
+    return json.dumps({"system": "", **texts})
+
+
+def main(inputs: Path, output: Path, condition: dict) -> None:
+    method = condition.get("method")
+    rows = output.parent / f"{output.name}-rows.jsonl"
+    name = "pairs" if method else "rows" if condition.get("messages") else "rows_tokens"
+    lines = (inputs / f"{name}.jsonl").read_text().splitlines()[: condition["rows"]]
+    rows.write_text("\n".join(map(pair_of_texts, lines) if method == "rm" else lines) + "\n")
+    kind = {"type": None}
+    if condition.get("messages"):
+        kind = {
+            "type": "chat_template", "chat_template": "tokenizer_default", "roles_to_train": ["assistant"], "train_on_eos": "turn",
+        }  # fmt: skip
+    if method == "dpo":
+        kind = {"type": "chat_template.default", "field_messages": "prompt", "split": "train"}
+    if method == "rm":
+        kind = {"type": "bradley_terry.chat_template", "drop_system_message": True}  # else an empty turn of the system
     settings = {
-        "base_model": str(inputs / "model"), "datasets": [{"path": str(rows), "ds_type": "json", **(kind if chat else {"type": None})}],
+        "base_model": str(inputs / "model"), "datasets": [{"path": str(rows), "ds_type": "json", **kind}],
         "dataset_prepared_path": f"{output}-prepared", "output_dir": str(output), "sequence_len": condition["max_length"],
         "micro_batch_size": condition["batch"], "eval_batch_size": 4, "gradient_accumulation_steps": condition["accumulation"],
         "num_epochs": condition["epochs"], "optimizer": "adamw_torch", "lr_scheduler": "constant", "learning_rate": condition["learning_rate"],
@@ -31,6 +43,15 @@ def main(inputs: Path, output: Path, condition: dict) -> None:
         "pad_to_sequence_len": False, "attn_implementation": "sdpa", "gradient_checkpointing": False, "use_cpu": True, "seed": 1,
         "save_total_limit": 9,
     }  # fmt: skip
+    if method:
+        settings["chat_template"] = "tokenizer_default"
+    if method == "dpo":
+        settings |= {"rl": "dpo", "rl_beta": 0.1}
+    if method == "rm":
+        settings |= {
+            "base_model": str(inputs / "reward_model"), "model_type": "AutoModelForSequenceClassification", "num_labels": 1,
+            "reward_model": True, "remove_unused_columns": False,
+        }  # fmt: skip
     if condition.get("lora"):
         settings |= {
             "adapter": "lora",

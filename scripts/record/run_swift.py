@@ -5,13 +5,21 @@ import os
 import sys
 from pathlib import Path
 
-from swift import sft_main
+from swift import rlhf_main, sft_main
 from weights import keep_weights
+
+NAMES = {"": "chosen", "rejected_": "rejected"}
+
+
+def pair(line: str) -> str:
+    row = json.loads(line)
+    return json.dumps({f"{name}messages": row["prompt"] + row[side] for name, side in NAMES.items()})
 
 
 def main(inputs: Path, output: Path, condition: dict) -> None:
-    rows = output.parent / f"{output.name}-rows.jsonl"
-    rows.write_text("".join((inputs / "rows.jsonl").read_text().splitlines(keepends=True)[: condition["rows"]]))
+    method, rows = condition.get("method"), output.parent / f"{output.name}-rows.jsonl"
+    lines = (inputs / ("pairs.jsonl" if method else "rows.jsonl")).read_text().splitlines()[: condition["rows"]]
+    rows.write_text("\n".join(map(pair, lines) if method else lines) + "\n")
     settings = {
         "model": inputs / "model", "model_type": "qwen3", "template": "chatml", "tuner_type": "lora" if condition.get("lora") else "full",
         "torch_dtype": "float32", "dataset": rows, "split_dataset_ratio": 0, "dataset_shuffle": "false", "train_dataloader_shuffle": "false",
@@ -30,7 +38,15 @@ def main(inputs: Path, output: Path, condition: dict) -> None:
         settings |= {"val_dataset": inputs / "eval.jsonl", "eval_strategy": "epoch"}
     if condition.get("resume_from"):
         settings["resume_from_checkpoint"] = condition["resume_from"]
-    sft_main([part for name, value in settings.items() for part in (f"--{name}", str(value))])
+    if method:
+        settings |= {"rlhf_type": method, "beta": 0.1}
+    if method == "rm":
+        settings |= {
+            "model": inputs / "reward_model",
+            "train_sampling_strategy": "sequential",
+        }  # without the mixin of the flag above
+    run = rlhf_main if method else sft_main
+    run([part for name, value in settings.items() for part in (f"--{name}", str(value))])
     if os.environ.get("RANK", "0") == "0":
         last = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))[-1]
         keep_weights(last, output, inputs / "model" if condition.get("lora") else None)
