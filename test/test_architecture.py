@@ -17,7 +17,7 @@ from strategies.ddp_strategy import DDPStrategy
 PACKAGE = ROOT / "trainer"
 # a folder imports only from floors below its own; the files of the ground floor stand in the package itself
 FLOORS = [
-    {"errors", "help_texts", "limits", "metrics", "mirrors"},
+    {"errors", "help_texts", "limits", "metrics", "mirrors", "terminal"},
     {"entry", "distributed", "flags"},
     {"datasets"},
     {"model_folders", "optimizers"},

@@ -47,6 +47,7 @@ def test_a_signal_to_the_command_trainer_ends_its_ranks(demo):
     assert lines[0].endswith("parameters, 2 ranks of fsdp2 dp 2, fp32, learning rate 5e-06, to stopped\n"), lines[0]
     stop = json.loads((demo / "stopped/metrics.jsonl").read_text().splitlines()[-1])
     assert stop["event"] == "stop" and stop["reason"] == rest.splitlines()[-1]
+    assert "step/s" not in "".join(lines) + rest  # the bar is for terminals
     assert process.returncode == 75 and "Traceback" not in rest, "".join(lines)[-2000:] + rest
     assert rest.count("SIGINT") == 1 and rest.splitlines()[-1].startswith("stopped by SIGINT"), rest
 

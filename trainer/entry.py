@@ -48,15 +48,16 @@ class PlainStream:
     BARS = re.compile(r"(\r|\x1b\[A)")  # of tqdm
 
     def __init__(self, stream):
-        self._stream = stream
+        # for who checks texts itself, and moves the cursor; the command `trainer` wraps once more than its doors
+        self.unchecked = getattr(stream, "unchecked", stream)
 
     def write(self, text: str) -> int:
         shown = self.BARS.split(text)
-        self._stream.write("".join(part if number % 2 else plain(part) for number, part in enumerate(shown)))
+        self.unchecked.write("".join(part if number % 2 else plain(part) for number, part in enumerate(shown)))
         return len(text)
 
     def __getattr__(self, name: str):
-        return getattr(self._stream, name)
+        return getattr(self.unchecked, name)
 
 
 def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None) -> None:

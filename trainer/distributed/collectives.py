@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.errors import UserError, plain
+from trainer.terminal import fitted
 
 _local_rank: Optional[int] = None  # torchrun's, where LOCAL_RANK holds something else by now
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -42,9 +43,13 @@ def all_gather(strategy, tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def print(strategy, *values) -> None:
-    """Print on rank 0 only. Control characters of texts are shown, not sent to the terminal."""
+    """Print on rank 0 only, each value in lines of its own. Control characters of texts are shown, not sent to the terminal.
+
+    The first value is fitted to the width of the terminal. The others are shown as they are, as texts of the data must be.
+    """
     if strategy.is_rank_0():
-        builtins.print(*(plain(str(value)) for value in values), flush=True)
+        texts = [plain(str(value)) for value in values]
+        builtins.print(*map(fitted, texts[:1]), *texts[1:], sep="\n", flush=True)
 
 
 def is_rank_0(strategy) -> bool:

@@ -5,6 +5,7 @@ The command only reads the files of the run. Start and end it at any time, on an
 
 import itertools
 import os
+import sys
 import time
 
 from trainer.errors import UserError
@@ -64,7 +65,7 @@ def view(run: RunRows, width: int, age: float):
             self.values = values
 
         def __rich_console__(self, console, options):
-            yield Text(sparkline(self.values, options.max_width), style="cyan", no_wrap=True)
+            yield Text(sparkline(self.values, options.max_width), no_wrap=True)
 
         def __rich_measure__(self, console, options):
             from rich.measure import Measurement  # an optional package
@@ -72,7 +73,7 @@ def view(run: RunRows, width: int, age: float):
             return Measurement(8, options.max_width)
 
     facts = "   ".join(printable(f"{name} {value}") for name, value in describe(run).items() if name != "versions")
-    table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
+    table = Table(box=None, expand=True, pad_edge=False)
     names = ("first", "last", "lowest", "highest")[: 4 if width >= 80 else 2]
     for name in ("metric", *names):
         table.add_column(name, justify="left" if name == "metric" else "right", no_wrap=True)
@@ -83,11 +84,11 @@ def view(run: RunRows, width: int, age: float):
             cells = [f"{value:.4g}" for value in (values[0], values[-1], min(values), max(values))]
             table.add_row(key, *cells[: len(names)], Curve(values))
     state = progress(run, age)
-    parts = [Text(facts, style="dim"), Text(state, style="bold red" if "hang" in state else "bold green"), table]
+    parts = [Text(facts), Text(state, style="bold red" if "hang" in state else "bold"), table]
     parts.append(Text(memory(run)))
     for sample in last_samples(run.folder, SHOWN_SAMPLES):
         prompt, response = (printable(str(sample.get(name, ""))) for name in ("prompt", "response"))
-        parts.append(Text(f"prompt: {prompt}", style="dim", overflow="ellipsis", no_wrap=True))
+        parts.append(Text(f"prompt: {prompt}", overflow="ellipsis", no_wrap=True))
         parts.append(
             Text(f"  score {printable(str(sample.get('score')))}: {response}", overflow="ellipsis", no_wrap=True)
         )
@@ -159,7 +160,7 @@ def run(argv: list[str]) -> None:
         raise UserError("watch", "needs rich, which is not installed", "pip install rich") from None
     if args.interval <= 0:
         raise UserError("--interval", f"{args.interval:g}", "a number above 0")
-    console, last_row = Console(), LastRow(args.run)
+    console, last_row = Console(file=getattr(sys.stdout, "unchecked", None)), LastRow(args.run)
     shown = view(read_rows(args.run), console.width, last_row.age())
     if args.once:
         console.print(shown)

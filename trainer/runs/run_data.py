@@ -132,7 +132,7 @@ def load_sets(
         samples, ledger = rank_0_first(lambda: load(*trained, part), in_caches=True)
         report(setup, samples, ledger, "training data", data, seed, *trained)
     shown = shortened(render(samples[0], setup.tokenizer))
-    strategy.print(f"first sample{', loss tokens in [[ ]]' * ('[[' in shown)}:\n{shown}")  # prompts have no loss tokens
+    strategy.print(f"first sample{', loss tokens in [[ ]]' * ('[[' in shown)}:", shown)  # prompts have no loss tokens
     if not has_evaluation(data):
         return samples, None, ledger
     evaluated = (data.eval_dataset, data.eval_split, "--eval_dataset") if data.eval_dataset else trained

@@ -14,6 +14,7 @@ from trainer.limits import read_model_config, read_text
 from trainer.metrics import shown_number
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.planning.versions import certified_line, installed, read_cards
+from trainer.terminal import fitted
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # of x86, of x86, of ARM, as Linux names them
 NO_BF16 = "this CPU has no bf16 instructions"
@@ -51,7 +52,7 @@ def begin(command: str, args, trains: bool = True) -> None:
     """Say what will run, then import torch and transformers, which takes seconds."""
     if int(os.environ.get("RANK", 0)) == 0:
         versions = certified_line(installed(), read_cards())[1]
-        print(f"{start_line(command, args, trains)}\nimporting libraries ({versions})", flush=True)
+        print(fitted(f"{start_line(command, args, trains)}\nimporting libraries ({versions})"), flush=True)
     quiet_libraries()
 
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog, MetricSum, host_peak_memory_bytes, mfu, step_line
+from trainer.terminal import fitted
 from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
 
 IF_NOT_FINITE = "Try a smaller --learning_rate, or --param_dtype fp32, and look at those samples."
@@ -233,7 +234,7 @@ class StepLog:
         if self.metrics:
             self.metrics.row(**row)
         if step % options.logging_steps == 0 and self.strategy.is_rank_0():
-            tqdm.write(step_line(row, options.total_steps) + note)
+            tqdm.write(fitted(step_line(row, options.total_steps) + note))
         if self.progress.skipped_in_a_row >= options.max_skipped_steps:
             found = f"loss or gradient norm not finite in {options.max_skipped_steps} steps in a row"
             shown = ", ".join(map(str, batch.sample_ids[:20])) + ", ..." * (len(batch.sample_ids) > 20)
@@ -247,7 +248,7 @@ class StepLog:
             step = self.progress.step
             self.metrics.row(step, **values, eval_time=time.perf_counter() - started)
             shown = (f"{name} {value:.{digits}g}" for name, value in values.items() if name.startswith("eval_"))
-            tqdm.write(f"eval {step}/{self.options.total_steps} | {' | '.join(shown)}")
+            tqdm.write(fitted(f"eval {step}/{self.options.total_steps} | {' | '.join(shown)}"))
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
         broken = [f"{name} {value}" for name, value in numbers.items() if not math.isfinite(value)]
         if broken:

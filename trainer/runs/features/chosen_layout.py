@@ -11,6 +11,7 @@ from trainer.planning.auto_layout import choose_layout
 from trainer.planning.plan_inputs import Work
 from trainer.runs.feature import Feature
 from trainer.runs.run_setup import choose_attention, strategy_of
+from trainer.terminal import fitted
 
 
 def choose(run) -> None:
@@ -25,7 +26,7 @@ def choose(run) -> None:
     check = functools.partial(check_layout, args, method.command)
     flags, line = choose_layout(args.model.pretrain, work, device, check)
     if dist.get_rank() == 0:
-        print(line, flush=True)
+        print(fitted(line), flush=True)
     run.args = with_flags(args, layout="flags", **flags)
 
 
