@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -38,6 +39,22 @@ def test_the_page_is_the_committed_results():
     record = json.loads((ROOT / "docs/record.json").read_text())
     assert (ROOT / "docs/record.md").read_text() == page.page(record)
     assert {cell["verdict"] for cells in record.values() for cell in cells.values()} <= page.SIGNS.keys()
+
+
+def test_the_page_fits_a_phone():
+    """At 390 pixels: the site scrolls tables and code, code in a line breaks, a word does not. The picture shrinks to the width."""
+    text = re.sub(r"```.*?```", "", (ROOT / "docs/record.md").read_text(), flags=re.DOTALL)
+    tables = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+    assert len(tables) == 4
+    for table in tables:
+        assert len({line.count("|") for line in table.splitlines()}) == 1, f"a cell is cut: {table[:80]}"
+    words = re.sub(r"(?:^\|.*\n)+|`[^`]*`", "", text, flags=re.MULTILINE).split()
+    assert max(map(len, words)) <= 40
+    width = int.from_bytes((ROOT / "docs/record.png").read_bytes()[16:20], "big")  # of the IHDR chunk
+    assert 9 / 72 * 150 * 358 / width >= 8, "letters of 9 points at 150 dpi, in a column of 358 pixels"
+    style = (ROOT / "docs/stylesheets/extra.css").read_text()
+    inline = style[style.index(".md-typeset p > code") :].split("}")[0]
+    assert ".md-typeset li > code" in inline and "max-width: 100%" in inline
 
 
 PLANTED = {

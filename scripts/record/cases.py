@@ -75,6 +75,10 @@ def tokenized(tokenizer, rows: list[dict]) -> list[dict]:
     return samples
 
 
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def write_jsonl(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environments of the record, one for each trainer, with pinned versions: `bash scripts/record/environments.sh [FOLDER]`.
-# TRL and the HF Trainer run in the environment of this project's tests. Needs about 6 GB and, with uv, five minutes.
+# TRL and the HF Trainer run in the environment of this project's tests. Needs about 15 GB and, with uv, ten minutes.
 set -euo pipefail
 FOLDER="${1:-runs/record/environments}"
 mkdir -p "$FOLDER"
@@ -17,3 +17,4 @@ make trl trl==1.16.0 transformers==5.19.0 peft datasets torch==2.13.0
 make llamafactory llamafactory==0.9.5 transformers==5.6.0 torch==2.13.0
 make swift ms-swift==4.6.0 transformers==5.19.0 torch==2.13.0
 make axolotl axolotl==0.19.0 transformers==5.16.1 torch==2.13.0
+make oumi oumi==0.9 trl==1.6.0 transformers==5.16.1 torch==2.10.0

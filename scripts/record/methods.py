@@ -4,7 +4,6 @@ DPO is Rafailov et al. 2023, equation 7; the reward model is Ouyang et al. 2022,
 with the mean over all tokens of a step, and a score less the mean of its group, without a clip: one update to a rollout.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from cases import EPOCHS, steps_of, trained, weights_of, write_jsonl
+from cases import EPOCHS, read_jsonl, steps_of, trained, weights_of, write_jsonl
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trainer.compare.other_trainers.plain_reference import MISTAKES
@@ -184,11 +183,11 @@ def read_items(inputs: Path, condition: dict) -> list[list[dict]]:
     """The samples of each step. `loss_mask` has a 1 for what the mean counts: pairs, or tokens of a response."""
     if condition["method"] != "grpo":
         line_break = AutoTokenizer.from_pretrained(inputs / "model")("\n")["input_ids"][-1]
-        rows = [json.loads(line) for line in (inputs / "pairs_tokens.jsonl").read_text().splitlines()]
+        rows = read_jsonl(inputs / "pairs_tokens.jsonl")
         rows = [{**row, "line_break": line_break, "loss_mask": [0, 1]} for row in rows]
         return [[rows[row] for row in numbers] for numbers in steps_of(condition)]
     name = "rollouts_top_k" if condition.get("top_k") else "rollouts"
-    rows = [json.loads(line) for line in (inputs / f"{name}.jsonl").read_text().splitlines()]
+    rows = read_jsonl(inputs / f"{name}.jsonl")
     for start in range(0, len(rows), GROUP):
         mean = sum(row["score"] for row in rows[start : start + GROUP]) / GROUP
         for row in rows[start : start + GROUP]:

@@ -25,20 +25,17 @@ ENVIRONMENT = {
 }  # fmt: skip
 RECORD = ROOT / "docs/record.json"
 # name on the page: (environment, script, its first argument, package whose version is shown)
+OURS = {f"this trainer, {backend}": ("", "run_ours.py", backend, "") for backend in ("fsdp2", "deepspeed")}
 TRAINERS = {
-    "this trainer, fsdp2": ("", "run_ours.py", "fsdp2", ""),
-    "this trainer, deepspeed": ("", "run_ours.py", "deepspeed", ""),
+    **OURS,
     "HF Trainer": ("trl", "run_hf.py", "hf", "transformers"),
     "TRL SFTTrainer": ("trl", "run_hf.py", "trl", "trl"),
     "LLaMA-Factory": ("llamafactory", "run_llamafactory.py", "", "llamafactory"),
     "ms-swift": ("swift", "run_swift.py", "", "ms-swift"),
     "axolotl": ("axolotl", "run_axolotl.py", "", "axolotl"),
+    "Oumi": ("oumi", "run_oumi.py", "", "oumi"),
 }
-METHOD_TRAINERS = {
-    "this trainer, fsdp2": ("", "run_ours.py", "fsdp2", ""),
-    "this trainer, deepspeed": ("", "run_ours.py", "deepspeed", ""),
-    "TRL": ("trl", "run_trl.py", "", "trl"),
-}
+METHOD_TRAINERS = {**OURS, "TRL": ("trl", "run_trl.py", "", "trl")}
 PAIR_TRAINERS = {name: TRAINERS[name] for name in ("LLaMA-Factory", "ms-swift", "axolotl")}  # DPO and reward models
 CONDITIONS = cases.CONDITIONS | methods.METHODS
 NOT_OFFERED = {("HF Trainer", "chat template with masks"): "it takes tokenized rows and has no chat templates"}
