@@ -2,6 +2,7 @@
 # ruff: noqa: F811 (a fixture of another file)
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from launch import run_until_gone
 from safetensors.torch import load_file, save_file
 from test_errors import CASES, DATA, MODEL, assert_one_line, demo  # noqa: F401 (demo is a fixture)
 
+from trainer.errors import UserError
 from trainer.flags.groups import from_flat
+from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.rules import COMMANDS
-from trainer.runs.flag_checks import check_flags
+from trainer.runs.flag_checks import check_files_of, check_flags
+from trainer.runs.output_folders import check_rights
 from trainer.runs.run_data import shortened
 from trainer.runs.start_line import count_parameters, multiplies_bf16, resolve_dtype, start_line
 
@@ -107,3 +111,17 @@ def test_the_default_rate_is_that_of_the_method(command, rank, rate):
     given = from_flat(COMMANDS[command], {"pretrain": "m", "dataset": "d", "lora_rank": rank, "learning_rate": 0.5})
     check_flags(command, given, ("eval_loss",))
     assert given.optimizer.learning_rate == 0.5
+
+
+def test_a_closed_folder_and_a_file_without_a_flag_are_refused_before_torch(tmp_path, monkeypatch):
+    closed, files = tmp_path / "closed", {"dataset": str(tmp_path / "data.jsonl"), "pretrain": str(tmp_path)}
+    closed.mkdir()
+    may = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: path != closed and may(path, mode))  # root may write everywhere
+    for folder in (closed, closed / "new/run"):
+        args = from_flat(COMMANDS["train_sft"], {**files, "output_dir": str(folder)})
+        with pytest.raises(UserError, match=f"--output_dir: {folder}: {closed} is closed to this user"):
+            check_files_of(args)
+    check_rights(str(tmp_path / "new/run"))
+    with pytest.raises(UserError, match=r"^axolotl.yml: a file without a flag. Did you mean --config axolotl.yml\?$"):
+        parse_arguments(COMMANDS["train_sft"], "train_sft", ["axolotl.yml", "--max_steps", "2"])

@@ -220,6 +220,8 @@ def _as_user_error(message: str, command: str, fields: dict[str, dataclasses.Fie
         words = (unknown.group(1) or unknown.group(2)).split()
         named = {word.partition("=")[0]: _value_of(words, place) for place, word in enumerate(words) if word[0] == "-"}
         names = list(named) or words[:1]
+        if names[0].endswith((".yaml", ".yml")):
+            return UserError(names[0], "a file without a flag", instead=f"Did you mean --config {names[0]}?")
         hints = [suggestion(name.lstrip("-"), command, fields, named.get(name, GIVEN)) for name in names]
         if len(names) == 1:
             return UserError(names[0], f"no such flag; {hints[0]}")

@@ -161,6 +161,7 @@ def check_files_of(args, is_demo: bool = False) -> None:
     if output.output_dir:
         resumes = args.checkpoint.load_checkpoint is not None
         output_folders.check_free(output.output_dir, output.overwrite, resumes)
+    output_folders.check_rights(output.output_dir or "runs")
     if is_demo:
         return
     for name in ("dataset", "eval_dataset"):

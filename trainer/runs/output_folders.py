@@ -7,6 +7,7 @@ import shutil
 import socket
 import tempfile
 import time
+from pathlib import Path
 from typing import Optional
 
 from trainer.errors import UserError
@@ -25,6 +26,14 @@ def check_free(folder: str, overwrite: bool, resumes: bool) -> None:
     if holds_run(folder) and not (resumes or overwrite):
         allowed = "another folder, --load_checkpoint to resume it, or --overwrite"
         raise UserError("--output_dir", f"{folder} holds another run", allowed)
+
+
+def check_rights(folder: str) -> None:
+    """Raise UserError where this user may not make or write `folder`. It writes nothing; `make_writable` does."""
+    place = Path(folder).absolute()
+    place = next(above for above in (place, *place.parents) if above.exists())
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError("--output_dir", f"{folder}: {place} is closed to this user", "a folder that can be written")
 
 
 def check_run_folder(output_dir: Optional[str], sources: dict[str, Optional[str]]) -> None:
