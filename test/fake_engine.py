@@ -93,6 +93,12 @@ class FakeServer:
         self.checksum, self.syncs = found[0], self.syncs + 1
         return [{"checksum": checksum, "bytes": 0} for checksum in found]
 
+    @staticmethod
+    def _likely(sampled: int, params: dict) -> list[dict]:
+        """As many tokens as asked for, the sampled one first. The `top_k` first ones are kept."""
+        tokens = [(sampled + n) % VOCABULARY for n in range(params["logprobs"])]
+        return [{"token_id": t, "logprob": -1.0 if n < params["top_k"] else -9999.0} for n, t in enumerate(tokens)]
+
     def _generate(self, body: dict):
         prompt, params, held = body["token_ids"], body["sampling_params"], self.checksum
         with self._lock:
@@ -113,7 +119,7 @@ class FakeServer:
             self.asked.append((tuple(prompt), params["seed"]))
         digest = hashlib.blake2b(f"{prompt} {params['seed']}".encode()).digest()
         ids = [5 + byte % (VOCABULARY - 5) for byte in digest[:count]]
-        steps = [{"logprob": -1 - byte / 128} for byte in ids]
+        steps = [{"logprob": -1 - byte / 128, "top_logprobs": self._likely(byte, params)} for byte in ids]
         return {
             "choices": [
                 {

@@ -111,7 +111,6 @@ ROLLOUT_CASES = [
     ("--engine_api_key k without --engine_urls", {"engine_api_key": "k"}),
     ("--sync_deltas without --engine_urls", {"sync_deltas": True}),
     ("--rollout_engine vllm_server without --engine_urls", {"rollout_engine": "vllm_server"}),
-    ("--top_k 5 with --rollout_engine vllm_server", {**SERVER, "top_k": 5}),
     ("--min_p 0.1 with --rollout_engine vllm and without --top_k", {"rollout_engine": "vllm", "min_p": 0.1}),
     ("--temperature 0.001 with --rollout_engine vllm", {"rollout_engine": "vllm", "temperature": 0.001}),
     ("--engine_tensor_parallel_size 2 for 3 ranks", {"engine_tensor_parallel_size": 2, "num_ranks": 3}),

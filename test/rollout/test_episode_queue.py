@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from fake_engine import FakeServer
+from fake_engine import VOCABULARY, FakeServer
 from launch import ROOT, read_steps, train_many
 
 from trainer import limits
@@ -23,7 +23,7 @@ from trainer.errors import UserError
 from trainer.methods.ppo_state import RLState
 from trainer.methods.rollout_phase import patiently
 from trainer.rollout.asynchronous import Pace
-from trainer.rollout.engines.on_vllm.vllm_server import LostServer, VLLMServerEngine
+from trainer.rollout.engines.on_vllm.vllm_server import LostServer, VLLMServerEngine, _kept
 from trainer.rollout.engines.routing import Router, send_to_each
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.episode_queue import QueuedRollouts, SharedGroups
@@ -306,8 +306,9 @@ def runs(tmp_path_factory):
         lines.append(flags(folder, f"{way}-killed", servers[way, "killed"], *more))
         servers[way, "alone"] = [FakeServer(seconds=0.01, dies_after=20, gone=1.5)]
         lines.append(flags(folder, f"{way}-alone", servers[way, "alone"], *more))
-    lines.append(flags(folder, "partial", [FakeServer(seconds=0.1)], *ahead, "--partial_rollouts"))
-    lines.append(flags(folder, "partial-replay", [], "--rollouts_from", f"{folder}/partial/rollouts.jsonl"))
+    cut = ["--top_k", "3", "--top_p", "0.99"]
+    lines.append(flags(folder, "partial", [FakeServer(seconds=0.1)], *ahead, "--partial_rollouts", *cut))
+    lines.append(flags(folder, "partial-replay", [], *cut, "--rollouts_from", f"{folder}/partial/rollouts.jsonl"))
     lines.append(
         flags(folder, "turns", [FakeServer(seconds=0.01)], *ahead, "--env", f"{folder}/talker.py", "--timeline")
     )
@@ -360,6 +361,23 @@ def test_each_slot_plays_episodes_of_its_own(runs):
     assert [names[f"slot {n}"] for n in range(4)] == [2, 3, 4, 5]
     generated = {event["tid"] for event in events if event["name"] == "generate" and event["pid"] == 0}
     assert generated <= {2, 3, 4, 5} and len(generated) > 1
+
+
+def test_sets_of_truncated_sampling_come_from_the_server(runs):
+    folder, _, _ = runs
+    for sample in itertools.chain(*read_rollouts(f"{folder}/partial/rollouts.jsonl")):
+        assert sample.kept_ids == [[(t + n) % VOCABULARY for n in range(3)] for t in sample.response_ids]
+    assert all(row["ratio_deviation"] == 0 for row in read_steps(folder / "partial"))
+
+
+@pytest.mark.parametrize("change", [{"token_id": 9}, {"logprob": -9999.0}])
+def test_a_set_without_the_sampled_token_is_no_answer(change):
+    likely = [{"token_id": 7, "logprob": -0.5}, {"token_id": 8, "logprob": -1.0}, {"token_id": 3, "logprob": -9999.0}]
+    assert _kept(likely, 7, 3) == [7, 8]
+    with pytest.raises(ValueError, match="3 likely tokens, 3 asked, and token 7 was sampled"):
+        _kept([likely[0] | change, *likely[1:]], 7, 3)
+    with pytest.raises(ValueError, match="2 likely tokens, 3 asked"):
+        _kept(likely[:2], 7, 3)
 
 
 def test_a_server_that_dies_comes_back_and_the_replay_is_the_run(runs):

@@ -115,11 +115,18 @@ def runs(tmp_path_factory):
     (folder / "killing.py").write_text(KILLING)
     url, other = (f"http://127.0.0.1:{number}" for number in (port, second))
     server = ["--rollout_engine", "vllm_server", "--engine_urls", url]
+    cut = ["--top_k", "20", "--top_p", "0.95", "--min_p", "0.001"]
     frozen = ["--rollouts_from", f"{folder}/ahead/rollouts.jsonl"]
     with serving(folder, port, second) as (_, victim):
         asked = {"pid": victim.pid, "command": command_of(folder, second), "url": other}
         (folder / "second.json").write_text(json.dumps(asked))
-        train_many(2, [flags(folder, "server", *server)], folder, timeout=300, launch=torchrun)
+        train_many(
+            2,
+            [flags(folder, "server", *server), flags(folder, "cut", *server, *cut)],
+            folder,
+            timeout=300,
+            launch=torchrun,
+        )
         killing = ["--reward_func", f"{folder}/killing.py", "--engine_urls", f"{url},{other}"]
         killing += ["--sync_deltas", "--reward_timeout", "300"]
         output = train_many(
@@ -137,23 +144,29 @@ def runs(tmp_path_factory):
         again = ["--rollouts_from", f"{folder}/partial/rollouts.jsonl"]
         lines = [ahead, flags(folder, "replay", *frozen), partial, flags(folder, "partial-replay", *again, *long)]
         train_many(1, lines, folder, timeout=300, launch=torchrun)
-    train_many(2, [flags(folder, "inside", "--rollout_engine", "vllm")], folder, timeout=300, launch=torchrun)
+    inside = ["--rollout_engine", "vllm"]
+    lines = [flags(folder, "inside", *inside), flags(folder, "cut-inside", *inside, *cut)]
+    train_many(2, lines, folder, timeout=300, launch=torchrun)
     line = flags(folder, "gone", *server)[1:]
     return folder, run_process([sys.executable, "-m", "trainer.cli.train_ppo", *line], timeout=200)
 
 
-def test_a_server_draws_the_samples_of_the_engine_inside(runs):
+@pytest.mark.parametrize("name", ["server", "cut"])
+def test_a_server_draws_the_samples_of_the_engine_inside(runs, name):
     folder, _ = runs
-    inside, server = (read_rollouts(f"{folder}/{name}/rollouts.jsonl") for name in ("inside", "server"))
+    other = {"server": "inside", "cut": "cut-inside"}[name]
+    inside, server = (read_rollouts(f"{folder}/{run}/rollouts.jsonl") for run in (other, name))
     assert len(server) == STEPS
-    for mine, other in zip(server, inside, strict=True):
-        assert [sample.response_ids for sample in mine] == [sample.response_ids for sample in other]
-        assert [sample.finished for sample in mine] == [sample.finished for sample in other]
-    for row, other in zip(read_steps(folder / "server"), read_steps(folder / "inside"), strict=True):
-        assert abs(row["loss"] - other["loss"]) <= 1e-5 * max(1, row["advantage_abs"])
-        assert abs(row["grad_norm"] - other["grad_norm"]) <= 1e-4 * other["grad_norm"]
+    for mine, theirs in zip(server, inside, strict=True):
+        assert [sample.response_ids for sample in mine] == [sample.response_ids for sample in theirs]
+        assert [sample.finished for sample in mine] == [sample.finished for sample in theirs]
+        assert [sample.kept_ids for sample in mine] == [sample.kept_ids for sample in theirs]
+        assert all(bool(sample.kept_ids) == (name == "cut") for sample in mine)
+    for row, expected in zip(read_steps(folder / name), read_steps(folder / other), strict=True):
+        assert abs(row["loss"] - expected["loss"]) <= 1e-5 * max(1, row["advantage_abs"])
+        assert abs(row["grad_norm"] - expected["grad_norm"]) <= 1e-4 * expected["grad_norm"]
         assert row["rollout_logprob_diff_max"] < 1e-4, "the server has other weights than training"
-    checksums = [row["weights_checksum"] for row in read_rows(folder / "server") if "loss" in row]
+    checksums = [row["weights_checksum"] for row in read_rows(folder / name) if "loss" in row]
     assert len(set(checksums)) == STEPS
 
 

@@ -295,7 +295,7 @@ NO_SERVER = {
     "--rollout_engine vllm_server without --engine_urls: ": URL[:2],
     "--engine_urls http://127.0.0.1:1 with --rollout_engine hf: ": URL[2:],
     "--engine_urls: 127.0.0.1:1 (allowed: http://HOST:PORT": [*URL[:3], "127.0.0.1:1"],
-    "--top_k 5 with --rollout_engine vllm_server: ": [*URL, "--top_k", "5"],
+    "--min_p 0.1 with --rollout_engine vllm_server and without --top_k: ": [*URL, "--min_p", "0.1"],
     "--temperature 0.001 with --rollout_engine vllm_server: ": [*URL, "--temperature", "0.001"],
 }
 

@@ -13,6 +13,8 @@ import torch
 
 from trainer.distributed.determinism import row_cumsum
 
+SPARE_LOGPROBS = 32
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -35,19 +37,25 @@ class Sampling:
     def gives_sets(self) -> bool:
         return self.truncates and self.keeps_sets
 
-    def for_vllm(self, seed: Optional[int], limit: int) -> dict:
-        """The arguments of vLLM's SamplingParams, with at most `limit` new tokens and no sets."""
+    def for_vllm(self, seed: Optional[int], limit: int, vocab_size: int) -> dict:
+        """The arguments of vLLM's SamplingParams, with at most `limit` new tokens.
+
+        Sets are the tokens with log-probs in its answers. vLLM keeps more than top_k if some are equally likely.
+        """
+        sets = {"logprobs": min(self.top_k + SPARE_LOGPROBS, vocab_size)} if self.gives_sets else {"logprobs": 0}
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
             "max_tokens": limit,
             "stop_token_ids": list(self.stop_ids),
             "stop": list(self.stop_texts),
             "ignore_eos": True,  # only `stop_ids` end a response
             "detokenize": bool(self.stop_texts),
             "skip_special_tokens": False,  # a stop text may be a special token
-            "logprobs": 0,  # of the sampled token only
             "seed": seed,
+            **sets,  # 0: of the sampled token only
         }
 
 

@@ -24,8 +24,6 @@ from trainer.rollout.engines.on_vllm.vllm_images import ImagePrompts, image_opti
 from trainer.rollout.engines.on_vllm.vllm_weights import checksum_of_slices, load_checked, load_slices, weight_parts
 from trainer.rollout.engines.sampling import Completion, Sampling
 
-SPARE_LOGPROBS = 32
-
 
 class VLLMEngine:
     """A rollout engine, with `generate`, `update_weights`, `sleep` and `wake`.
@@ -174,10 +172,7 @@ def _start(**options):
 def _sampling_params(sampling: Sampling, seed: int | None, limit: int, vocab_size: int):
     from vllm import SamplingParams  # vllm is an extra
 
-    options = sampling.for_vllm(seed, limit) | {"top_k": sampling.top_k, "min_p": sampling.min_p}
-    if sampling.gives_sets:  # vLLM keeps more than top_k if some are equal
-        options["logprobs"] = min(sampling.top_k + SPARE_LOGPROBS, vocab_size)
-    return SamplingParams(**options)
+    return SamplingParams(**sampling.for_vllm(seed, limit, vocab_size))
 
 
 def _completion(output, gives_sets: bool) -> Completion:

@@ -37,6 +37,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between two tries while no ser
 HELD_SECONDS = 0.5  # a server takes longer to start again
 LOOK_SECONDS = 0.05  # between two looks at whether requests shall be interrupted
 DTYPES = ("bfloat16", "float32")  # those of serve_engine
+CUT_OFF = -9999.0  # vLLM's servers send it in place of -inf
 FACTS_TIMEOUT = 60  # seconds for a server to report what it holds
 
 
@@ -87,6 +88,7 @@ class VLLMServerEngine:
         found: dict[str, str] = {}  # a URL of each dtype
         for url in self._urls:
             [facts, *_] = self._facts(url)
+            self._vocab_size = facts["vocab_size"]
             found.setdefault(facts["dtype"], url)
             if facts["max_len"] < max_len:
                 raise UserError(FLAG, f"{url} takes {facts['max_len']} tokens", f"--max_len {max_len} or more there")
@@ -242,11 +244,11 @@ class VLLMServerEngine:
             print(f"rollout server {url} is back", flush=True)
 
     def _complete(self, url: str, sampling: Sampling, prompt: Sequence[int], seed: Optional[int], limit: int):
-        # top_p is below 1 only if nobody needs the sets of tokens, as in an evaluation
-        body = {"token_ids": list(prompt), "sampling_params": sampling.for_vllm(seed, limit)}
+        params = sampling.for_vllm(seed, limit, self._vocab_size)
+        body = {"token_ids": list(prompt), "sampling_params": params}
         answer = self._request(url, "/inference/v1/generate", body)
         try:
-            return _completion(answer, limit)
+            return _completion(answer, limit, params["logprobs"] if sampling.gives_sets else 0)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LostServer(FLAG, f"{url}: an answer of a wrong form: {type(error).__name__}: {error}") from None
 
@@ -281,14 +283,14 @@ class VLLMServerEngine:
 def _is_facts(facts: Any) -> bool:
     return (
         isinstance(facts, dict)
-        and isinstance(facts.get("max_len"), int)
+        and all(isinstance(facts.get(name), int) for name in ("max_len", "vocab_size"))
         and facts.get("dtype") in DTYPES
         and isinstance(facts.get("checksum"), str)
     )
 
 
-def _completion(answer: Any, limit: int) -> Completion:
-    """The completion of an answer. Raises ValueError, TypeError, KeyError or AttributeError for a wrong form."""
+def _completion(answer: Any, limit: int, num_logprobs: int) -> Completion:
+    """The completion of an answer, with sets from `num_logprobs` tokens of each step. Raises ValueError, TypeError, KeyError or AttributeError for a wrong form."""
     [choice] = answer["choices"]
     ids, steps = choice["token_ids"], (choice["logprobs"] or {}).get("content") or []
     log_probs = [float(step["logprob"]) for step in steps]
@@ -296,4 +298,15 @@ def _completion(answer: Any, limit: int) -> Completion:
         raise ValueError("token_ids are no list of numbers")
     if len(ids) != len(log_probs) or len(ids) > limit or not all(map(math.isfinite, log_probs)):
         raise ValueError(f"{len(ids)} tokens with {len(log_probs)} log-probs, at most {limit} asked")
-    return Completion(ids, log_probs, choice["finish_reason"] == "stop")
+    kept_ids = (
+        [_kept(step["top_logprobs"], token, num_logprobs) for step, token in zip(steps, ids)] if num_logprobs else []
+    )
+    return Completion(ids, log_probs, choice["finish_reason"] == "stop", kept_ids)
+
+
+def _kept(likely: list[dict], sampled: int, count: int) -> list[int]:
+    """The tokens of a step that were not cut off. Raises ValueError if they are too few, or lack the sampled one."""
+    kept = [one["token_id"] for one in likely if one["logprob"] > CUT_OFF]
+    if len(likely) < count or sampled not in kept or any(type(token) is not int for token in kept):
+        raise ValueError(f"{len(likely)} likely tokens, {count} asked, and token {sampled} was sampled")
+    return kept
