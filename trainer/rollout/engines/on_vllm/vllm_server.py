@@ -289,7 +289,7 @@ def _is_facts(facts: Any) -> bool:
     )
 
 
-def _completion(answer: Any, limit: int, num_logprobs: int) -> Completion:
+def _completion(answer: Any, limit: int, num_logprobs: int = 0) -> Completion:
     """The completion of an answer, with sets from `num_logprobs` tokens of each step. Raises ValueError, TypeError, KeyError or AttributeError for a wrong form."""
     [choice] = answer["choices"]
     ids, steps = choice["token_ids"], (choice["logprobs"] or {}).get("content") or []
