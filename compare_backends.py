@@ -3,7 +3,8 @@
   compare_backends.py --deepspeed_log A --fsdp2_log B            two logs; the deepspeed one is the reference
   compare_backends.py --logs a=A b=B c=C --reference a           any number of logs
   compare_backends.py --run quick|full|FILE.yaml -- TRAIN_ARGS   launch each configuration and the plain loop
-  compare_backends.py --exact MODEL... -- TRAIN_ARGS             train_sft --exact on every layout: are all bits equal?
+  compare_backends.py --exact MODEL... -- [COMMAND] TRAIN_ARGS   COMMAND --exact on every layout: are all bits equal?
+                                                                 (default: train_sft)
   compare_backends.py --exact MODEL --resumes N -- TRAIN_ARGS    stop runs, resume them on other layouts: equal bits?
   compare_backends.py --locate A B -- TRAIN_ARGS                 one step of two configurations: where do they differ?
   compare_backends.py --locate RUN_A RUN_B                       the same for two runs with --parity_trace

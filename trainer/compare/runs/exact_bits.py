@@ -2,24 +2,28 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import torch
 
 from trainer.metrics import METRICS_FILE
 from trainer.reports.dump_files import GRADIENTS, WEIGHTS, open_dump
+from trainer.reports.run_rows import ROLLOUTS_FILE
 
 CURVES = {"loss": "losses", "grad_norm": "gradient norms", "lr": "learning rates"}
+OF_SAMPLES = ("prompt_ids", "response_ids", "log_probs", "score")
 
 
 @dataclass(frozen=True)
 class Bits:
-    """The curve of a run by step, and a hash of each tensor of its dumps by file."""
+    """The curve of a run by step, a hash of each tensor of its dumps by file, and a hash of the samples of each rollout."""
 
     folder: Path
     rows: dict[int, dict[str, float]]
     tensors: dict[str, dict[str, str]]
+    samples: dict[int, str] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -34,8 +38,9 @@ class Bits:
         return _hash(json.dumps(sorted(self.tensors[file].items())).encode())[:10] if file in self.tensors else "-"
 
     def shown(self) -> list[str]:
-        """The hashes that a table shows: losses, gradient norms, gradients of step 1, final weights."""
-        return [self.of_curve("loss"), self.of_curve("grad_norm"), self.of_dump(GRADIENTS), self.of_dump(WEIGHTS)]
+        """The hashes that a table shows: losses, gradient norms, gradients of step 1, final weights; and samples, if any."""
+        hashes = [self.of_curve("loss"), self.of_curve("grad_norm"), self.of_dump(GRADIENTS), self.of_dump(WEIGHTS)]
+        return hashes + [_hash(json.dumps(sorted(self.samples.items())).encode())[:10]] * bool(self.samples)
 
 
 def bits_of(run_folder: str | Path) -> Bits:
@@ -45,7 +50,17 @@ def bits_of(run_folder: str | Path) -> Bits:
     found = (json.loads(text) for text in (folder / METRICS_FILE).read_text().splitlines())
     rows = {row["step"]: {key: row[key] for key in CURVES} for row in found if "loss" in row}
     files = [file for file in (GRADIENTS, WEIGHTS) if (folder / "parity" / file).exists()]
-    return Bits(folder, rows, {file: _hashes(folder / "parity" / file) for file in files})
+    tensors = {file: _hashes(folder / "parity" / file) for file in files}
+    return Bits(folder, rows, tensors, _samples(folder / ROLLOUTS_FILE))
+
+
+def _samples(path: Path) -> dict[int, str]:
+    """By rollout, a hash of what was sampled: tokens, their log-probs, scores. A run without rollouts has none."""
+    samples = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return {
+        rollout: _hash(json.dumps([[sample[key] for key in OF_SAMPLES] for sample in group]).encode())
+        for rollout, group in groupby(samples, lambda sample: sample["rollout"])
+    }
 
 
 def _hash(data: bytes) -> str:
@@ -60,16 +75,21 @@ def _hashes(path: Path) -> dict[str, str]:
 def first_difference(expected: Bits, found: Bits) -> str | None:
     """One line on the first place where `found` differs, or None. Only what both runs have is compared.
 
-    Gradients of step 1 come first, since they name the parameter. Then come the curves, then the final weights.
+    Gradients of step 1 come first, since they name the parameter. Then come samples, the curves, and the final weights.
     """
     for file in (GRADIENTS, WEIGHTS):
         names = [*expected.tensors.get(file, {})] if file in found.tensors else []
-        if file == WEIGHTS and (line := _of_curves(expected, found)):
+        if file == WEIGHTS and (line := _of_samples(expected, found) or _of_curves(expected, found)):
             return line
         for name in names:
             if expected.tensors[file][name] != found.tensors[file].get(name):
                 return _of_tensor(expected.folder / "parity" / file, found.folder / "parity" / file, name)
     return _of_curves(expected, found)
+
+
+def _of_samples(expected: Bits, found: Bits) -> str | None:
+    apart = [number for number, samples in found.samples.items() if expected.samples.get(number, samples) != samples]
+    return f"samples differ first in rollout {min(apart)}" if apart else None
 
 
 def _of_curves(expected: Bits, found: Bits) -> str | None:

@@ -190,4 +190,4 @@ def _max_steps(train_args: list[str]) -> int:
 
 def _from(bits: Bits, start: int, whole: Bits) -> Bits:
     """The bits of a resumed run, with the steps of the whole run before `start`."""
-    return Bits(bits.folder, {s: row for s, row in whole.rows.items() if s <= start} | bits.rows, bits.tensors)
+    return replace(bits, rows={s: row for s, row in whole.rows.items() if s <= start} | bits.rows)
