@@ -348,7 +348,7 @@ def line(name: str, folder, data, *more: str) -> list[str]:
     ]
     flags += ["--learning_rate", "1e-3", "--weight_decay", "0.1", "--no_save", "--exact", "--param_dtype", "fp32"]
     flags += ["--train_batch_size", "8", *BACKENDS[name.split("-")[0]]]
-    flags += ["--micro_train_batch_size", "4" if "mb4" in name else "1"]
+    flags += ["--micro_train_batch_size", "3" if "mb3" in name else "1"]
     flags += ["--packing_samples"] if "packed" in name else []
     flags += ["--tensor_parallel_size", "2"] if "tp2" in name else []
     for mode in re.findall("ring|ulysses", name):
@@ -367,10 +367,10 @@ def test_layouts_have_equal_bits_and_so_has_a_resume_on_another(shared_data, tmp
     def resumed(name: str, source: str) -> list[str]:
         return of(name, "--load_checkpoint", str(tmp_path / source / "checkpoints/step_1"))
 
-    alone, lora = ["f-mb4-packed", "z2-mb1"], ["z0-lora", "f-lora-mb4", "z2-lora-recomputed", "z3-lora"]
+    alone, lora = ["f-mb3-packed", "z2-mb1"], ["z0-lora", "f-lora-mb3", "z2-lora-recomputed", "z3-lora"]
     train_many(1, [of(alone[0], "--save_steps", "1"), of(alone[1]), of(lora[0], "--save_steps", "1")], tmp_path, 300)
-    pair = ["f-mb1", "z0-mb4-packed", "z1-tp2", "z3-mb4-recomputed", "f-tp2-recomputed"]
-    pair += ["f-ring2-mb4", "z1-ring2-packed", "z3-ulysses2-recomputed"]
+    pair = ["f-mb1", "z0-mb3-packed", "z1-tp2", "z3-mb3-recomputed", "f-tp2-recomputed"]
+    pair += ["f-ring2-mb3", "z1-ring2-packed", "z3-ulysses2-recomputed"]
     later = [resumed("z3-tp2-resumed", alone[0]), resumed("f-lora-resumed", lora[0])]
     train_many(2, [*map(of, [*pair, *lora[1:]]), *later], tmp_path, 300)
     four = ["f-tp2-ring2", "z2-ring2-packed", "z3-ulysses4"]
@@ -455,12 +455,12 @@ def test_one_ulp_in_the_gradient_of_one_rank_is_located(shared_data, tmp_path):
     def of(run: str) -> list[str]:
         return line(run, tmp_path, shared_data, "--max_steps", "1", "--parity_trace", f"{tmp_path}/{run}/parity")
 
-    train_many(1, [of("f-mb4-packed")], tmp_path, 300)
+    train_many(1, [of("f-mb3-packed")], tmp_path, 300)
     train_many(2, [of("z1-mb1")], tmp_path, 300)
     (tmp_path / "runs.json").write_text(json.dumps([of("z3-mb1")]))
     code, output = forked(2, "test/planted_ulp.py", str(tmp_path / "runs.json"), name, timeout=300)
     assert code == 0, output[-6000:]
-    folders = [tmp_path / run for run in ("f-mb4-packed", "z1-mb1", "z3-mb1")]
+    folders = [tmp_path / run for run in ("f-mb3-packed", "z1-mb1", "z3-mb1")]
     assert locate_folders(folders[:2], None)
     assert not locate_folders(folders[::2], str(tmp_path / "found.json"))
     [found] = json.loads((tmp_path / "found.json").read_text())["partings"]

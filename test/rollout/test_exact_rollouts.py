@@ -86,3 +86,5 @@ def test_rollouts_equal_training_and_layouts_have_equal_bits(tmp_path):
     changed["log_probs"][0] = np.nextafter(changed["log_probs"][0], 0)
     rollouts.write_text("\n".join([*rows[:20], json.dumps(changed), *rows[21:]]))
     assert first_difference(expected, bits_of(tmp_path / "f")) == "samples differ first in rollout 1"
+    rollouts.write_text("\n".join(rows[:32]))
+    assert first_difference(expected, bits_of(tmp_path / "f")) == "samples differ first in rollout 2"

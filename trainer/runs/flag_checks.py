@@ -131,7 +131,9 @@ def check_layout(args) -> None:
     options = StrategyOptions.from_flags(flags)
     refuse_options(layout.backend, options)
     sizes = options.mesh_sizes()
-    if not batch.max_tokens_per_micro_batch:
+    if layout.exact:  # each sample is a micro-batch, whatever the flags say
+        validate_batch_sizes(batch.train_batch_size, 1, sizes.dp)
+    elif not batch.max_tokens_per_micro_batch:
         validate_batch_sizes(batch.train_batch_size, batch.micro_train_batch_size, sizes.dp)
 
 

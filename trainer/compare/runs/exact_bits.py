@@ -88,7 +88,8 @@ def first_difference(expected: Bits, found: Bits) -> str | None:
 
 
 def _of_samples(expected: Bits, found: Bits) -> str | None:
-    apart = [number for number, samples in found.samples.items() if expected.samples.get(number, samples) != samples]
+    numbers = expected.samples.keys() | found.samples.keys()
+    apart = [number for number in numbers if expected.samples.get(number) != found.samples.get(number)]
     return f"samples differ first in rollout {min(apart)}" if apart else None
 
 

@@ -189,5 +189,8 @@ def _max_steps(train_args: list[str]) -> int:
 
 
 def _from(bits: Bits, start: int, whole: Bits) -> Bits:
-    """The bits of a resumed run, with the steps of the whole run before `start`."""
-    return replace(bits, rows={s: row for s, row in whole.rows.items() if s <= start} | bits.rows)
+    """The bits of a resumed run, with what the whole run has of the steps before `start`."""
+    first = min(bits.samples, default=len(whole.samples))
+    samples = {n: hashed for n, hashed in whole.samples.items() if n < first}
+    rows = {step: row for step, row in whole.rows.items() if step <= start}
+    return replace(bits, rows=rows | bits.rows, samples=samples | bits.samples)
