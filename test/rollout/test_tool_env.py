@@ -158,7 +158,7 @@ def test_a_template_with_an_unknown_format_of_calls_is_refused(path, name, known
     check_call_format(tokenizer, None)  # an environment without tools needs none
 
 
-def test_a_tool_whose_connection_fails_is_called_again_and_then_costs_the_sample(monkeypatch):
+def test_a_repeatable_tool_whose_connection_fails_is_called_again_and_another_costs_the_sample(monkeypatch):
     monkeypatch.setattr(user_code, "PAUSES", (0.01, 0.02))
     errors = [ConnectionResetError("gone"), TimeoutError("late")]
 
@@ -173,6 +173,10 @@ def test_a_tool_whose_connection_fails_is_called_again_and_then_costs_the_sample
         return "found"
 
     env = from_tools([search], lambda task, answer: 0.0)()
+    with pytest.raises(TimeoutError):  # the first call may have had an effect
+        env.call("search", {"query": "x"})
+    errors.append(TimeoutError("late"))
+    search.repeatable = True
     assert env.call("search", {"query": "x"}) == ("found", False)
     errors += [ConnectionResetError("gone")] * 3
     with pytest.raises(ConnectionResetError):

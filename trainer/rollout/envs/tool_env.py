@@ -65,8 +65,12 @@ class FunctionEnvironment(ToolEnvironment):
             inspect.signature(function).bind(**arguments)
         except TypeError as error:
             return f"error: {name}: {error}", True
-        try:
-            value = patiently_tried(lambda: settled(function(**arguments)))
+
+        def act() -> Any:
+            return settled(function(**arguments))
+
+        try:  # a second call of a tool that books or writes would do it twice
+            value = patiently_tried(act) if getattr(function, "repeatable", False) else act()
             return value if isinstance(value, str) else json.dumps(value, default=str), False
         except Exception as error:  # the model reads what its call did, as from any tool
             if is_passing(error):  # it did nothing wrong
@@ -97,7 +101,8 @@ def from_tools(
     `reward(task, answer)` scores the turn without a call. `tools` may also be a class. Each episode then has an object of
     it, and all its public methods are tools, except `reset(task)`, `reward(task, answer)` and `close()`, which it may have.
     Schemas are those of `transformers.utils.get_json_schema`: every tool needs type hints, and a docstring that explains
-    each argument. Raises UserError if one has none.
+    each argument. Raises UserError if one has none. A tool with the attribute `repeatable` is called again after a failed
+    connection.
     """
     is_class = inspect.isclass(tools)
     members = dict(inspect.getmembers(tools, inspect.isroutine)) if is_class else {}
