@@ -57,7 +57,7 @@ def reward_func(prompts, responses, labels):
 
 def command_of(folder, port: int, model: str = "demo/model") -> list[str]:
     command = [sys.executable, "-m", "trainer.cli.serve_engine", "--pretrain", f"{folder}/{model}"]
-    return [*command, *f"--port {port} --max_len 128 --batch_size 16 --param_dtype fp32".split()]
+    return [*command, *f"--port {port} --max_len 256 --batch_size 16 --param_dtype fp32".split()]
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def runs(tmp_path_factory):
         (folder / "killed.log").write_text(output)
         kill_group(int((folder / "third.json").read_text()))
         ahead = flags(folder, "ahead", *server, "--max_staleness", "2", "--save_steps", "2")
-        long = ["--generate_max_len", "60"]  # so that new weights come before the end of a response
+        long = ["--generate_max_len", "180"]  # so that new weights come before the end of a response
         partial = flags(folder, "partial", *server, "--max_staleness", "2", "--partial_rollouts", *long)
         again = ["--rollouts_from", f"{folder}/partial/rollouts.jsonl"]
         lines = [ahead, flags(folder, "replay", *frozen), partial, flags(folder, "partial-replay", *again, *long)]
