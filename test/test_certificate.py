@@ -11,8 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from launch import ROOT, _environment, train_many
+from launch import ROOT, _environment, run_process, train_many
 
 from trainer.checkpoints.checkpoint_store import MANIFEST
 from trainer.compare.certificates import certificate_checks
@@ -38,6 +39,9 @@ def runs(tmp_path_factory) -> Path:
     line = ["--pretrain", str(folder / "model"), "--train_batch_size", "8", "--micro_train_batch_size", "4"]
     line += ["--param_dtype", "fp32", "--learning_rate", "1e-3", "--max_steps", str(STEPS)]
     sft = [*line, "--dataset", str(folder / "sft.jsonl"), "--apply_chat_template", "--save_steps", "2"]
+    kept = ["--save_steps", "2", "--eval_fraction", "0.2", "--eval_steps", "3"]
+    again = ["--config", str(folder / "sets/config.yaml"), "--output_dir"]
+    from_sets = ["--load_checkpoint", str(folder / "sets/checkpoints/step_2")]
     killed = [*sft, "--certificate", "--output_dir", str(folder / "killed")]
     kill_after_checkpoint(killed, folder / "killed")
     lines = [
@@ -69,6 +73,9 @@ def runs(tmp_path_factory) -> Path:
             "2",
         ],
         [*line, "--dataset", str(folder / "sft.jsonl"), "--max_steps", "1", "--output_dir", str(folder / "plain")],
+        ["--config", list_of_sets(folder), *line, *kept, "--output_dir", str(folder / "sets"), "--certify", "2"],
+        [*again, str(folder / "repeated"), "--save_path", str(folder / "repeated/model")],
+        [*again, str(folder / "resumed"), "--save_path", str(folder / "resumed/model"), *from_sets],
         ["verify_run", str(folder / "clean"), "--rerun", str(folder / "again"), "--"],
     ]
     lines[-1] += ["--backend", "deepspeed", "--zero_stage", "1", "--tensor_parallel_size", "2"]
@@ -83,6 +90,18 @@ def online_flags(folder: Path) -> list[str]:
     flags = "--online --label_key label --prompt_max_len 64 --generate_max_len 6 --rollout_batch_size 8 --max_steps 1"
     own = ["--reward_func", str(folder / "reward.py"), "--dataset", str(folder / "prompts.jsonl")]
     return [*flags.split(), "--n_samples_per_prompt", "2", *own]
+
+
+def list_of_sets(folder: Path) -> str:
+    """A file of --config with two sets of other shapes, as a mixture: one of 60 rows, one in a split of its own."""
+    named = [{"q": f"{n} + 1?", "a": f"{n + 1}", "b": f"{n + 2}"} for n in range(40)]
+    (folder / "named").mkdir()
+    for split, rows in (("train", named[:1]), ("test", named)):
+        (folder / f"named/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {"input_key": "q", "output_key": "a", "apply_chat_template": True, "weight": 1, "split": "test"}
+    sets = [{"path": str(folder / "sft.jsonl"), "weight": 2, "max_samples": 60}, {"path": str(folder / "named"), **own}]
+    (folder / "sets.yaml").write_text(json.dumps({"dataset": sets}))
+    return str(folder / "sets.yaml")
 
 
 def kill_after_checkpoint(flags: list[str], folder: Path) -> None:
@@ -140,6 +159,28 @@ def test_a_run_of_preferences_verifies_too(runs):
     assert differences(results) == {} and results["order"] == [] and results["replays"] is None
     with pytest.raises(UserError, match="--certify: a run of train_dpo"):
         certify_steps(str(runs / "dpo"), 1, "cpu", str(runs / "model"))
+
+
+def test_a_run_of_a_list_of_sets_verifies_repeats_and_resumes_only_as_it_was(runs):
+    """With --eval_fraction: the batches are those of the part that is trained, also after the resume."""
+    results = verify(str(runs / "sets"))
+    assert differences(results) == {} and None not in results.values()
+    rows = {name: certificate.final_rows(str(runs / name))[1] for name in ("sets", "repeated", "resumed")}
+    found = {name: [(row["step"], row["batch_hash"], row["loss"]) for row in own] for name, own in rows.items()}
+    assert len(found["sets"]) == STEPS and found["repeated"] == found["sets"] and found["resumed"] == found["sets"][2:]
+    assert differences(verify(str(runs / "repeated"))) == {} == differences(verify(str(runs / "resumed")))
+    start = certificate.final_rows(str(runs / "sets"))[0][0]
+    order = np.random.default_rng(42).choice(2, size=1000, p=[2 / 3, 1 / 3])
+    num_rows = next(n for n in range(1, 1000) if (order[:n] == 0).sum() == 60 or (order[:n] == 1).sum() == 40)
+    assert start["data"]["num_rows"] == num_rows - round(0.2 * num_rows)
+    own = [{"max_samples": 60}, {"input_key": "q", "output_key": "b", "apply_chat_template": True, "split": "test"}]
+    line = ["--config", str(runs / "sets/config.yaml"), "--dataset_flags", json.dumps(own), "--load_checkpoint"]
+    line += [str(runs / "sets/checkpoints/step_2"), "--output_dir", str(runs / "other_column")]
+    line += ["--save_path", str(runs / "other_column/model")]
+    code, output = run_process([sys.executable, "-m", "trainer.cli.train_sft", *line])
+    [error] = [text for text in output.splitlines() if text.startswith("error: ")]
+    assert code == 2 and "Traceback" not in output and error.startswith("error: --dataset: other samples than"), output
+    assert "--dataset_flags was" in error
 
 
 def test_only_a_run_that_is_told_to_writes_a_certificate(runs):

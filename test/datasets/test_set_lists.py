@@ -23,7 +23,7 @@ from trainer.rollout.rewards.reward_functions import load_reward_functions
 from trainer.runs.flag_checks import check_flags
 from trainer.runs.preference_runs import load_dpo, load_pairs
 from trainer.runs.rl.rl_run import load_data
-from trainer.runs.run_data import load_sets_of, load_sft, options_of_sft, part_of
+from trainer.runs.run_data import files_in_errors, load_sets_of, load_sft, options_of_sft, part_of, with_files
 
 PPO = ["--reward_func", "exact_match"]
 
@@ -171,6 +171,47 @@ def test_an_own_system_text_is_that_of_its_set(tmp_path):
     assert ["Be kind." in texts[0], "Be short." in texts[1], "Be" in texts[2]] == [True, True, False]
 
 
+def split_folder(folder) -> str:
+    """A folder with TEXTS[:4] in two files of its split train, and TEXTS[4:] in test."""
+    for name, pairs in (("train-0", TEXTS[:1]), ("train-1", TEXTS[1:4]), ("test", TEXTS[4:])):
+        folder.mkdir(exist_ok=True)
+        write(folder / f"{name}.jsonl", [{"messages": as_turns(*pair)} for pair in pairs])
+    return str(folder)
+
+
+def test_each_set_has_its_own_split_and_number_of_rows(tmp_path):
+    folder, other = split_folder(tmp_path / "talks"), write(tmp_path / "other.jsonl", [{"text": n} for n in "abcd"])
+    entries = [{"path": folder, "split": "test", "max_samples": 1}, {"path": folder}, {"path": folder, "split": "test"}]
+    entries.append({"path": other, "max_samples": None})
+    config = {"dataset": entries, "max_samples": 2, "max_eval_samples": 3}
+    config["eval_dataset"] = [{"path": folder, "max_samples": 4}, {"path": folder, "split": "test"}]
+    args, tokenizer = parsed(train_sft, config, tmp_path), byte_tokenizer()
+    samples, ledger = load(train_sft, args, tokenizer)
+    found = [tokenizer.decode(ids) for ids in samples["input_ids"]]
+    wanted = [TEXTS[n][1] for n in (4, 0, 1, 4, 5)] + list("abcd")
+    assert len(found) == len(wanted) and all(want in text for want, text in zip(wanted, found, strict=True))
+    assert f"3 of them: {folder} split test: conversation rows: messages -> turns" in ledger.lines
+    evaluated, _ = load_sft(args, tokenizer, args.data.eval_dataset, "train", "--eval_dataset")
+    found = [tokenizer.decode(ids) for ids in evaluated["input_ids"]]
+    assert [TEXTS[n][1] in text for n, text in enumerate(found)] == [True] * 6
+    again = parsed(train_sft, {k: v for k, v in flat(args).items() if v is not None}, tmp_path)
+    assert flat(again) == flat(args)
+
+
+def test_errors_name_the_file_of_the_split(tmp_path):
+    """Also of a set that is read with the others, where rows are counted together."""
+    folder, data = split_folder(tmp_path / "talks"), tmp_path / "talks/train-1.jsonl"
+    entries = [{"path": folder, "split": "test", "max_samples": 1}, {"path": folder, "max_samples": 3}]
+    args = parsed(train_sft, {"dataset": entries}, tmp_path)
+    named = args.data, args.batch.seed, args.data.dataset, args.data.dataset_split, "--dataset"
+    assert with_files("--dataset row 4: x", *named) == f"--dataset {data} row 2: x"
+    assert with_files(f"--dataset {folder} row 3", *named) == f"--dataset {data} row 2"
+    assert with_files(f"--dataset {folder} split test row 1", *named) == f"--dataset {folder} split test row 1"
+    write(data, [{"messages": as_turns(*TEXTS[1])}, {"messages": [{"role": "nobody", "content": "x"}]}])
+    with pytest.raises(UserError, match=r"train-1\.jsonl row 2: .*nobody"), files_in_errors(*named):
+        load(train_sft, args, byte_tokenizer())
+
+
 def pairs_of(texts) -> list[dict]:
     return [{"prompt": as_turns(q, a)[:1], "chosen": a, "rejected": f"not {a}"} for q, a in texts]
 
@@ -284,6 +325,10 @@ def test_weights_are_those_of_the_mixture(loss, tmp_path):
     ([{"path": "a.jsonl", "input_key": 5}], "set 1 (a.jsonl): input_key 5 (allowed: a text)"),
     ([{"path": "a.jsonl", "apply_chat_template": "yes"}], "apply_chat_template 'yes' (allowed: true or false)"),
     ([{"path": "a.jsonl", "train_on": "first"}], "train_on 'first' (allowed: last, all)"),
+    ([{"path": "a.jsonl", "split": 5}], "split 5 (allowed: a text)"),
+    ([{"path": "a.jsonl", "split": None}], "split None (allowed: a text)"),
+    ([{"path": "a.jsonl", "max_samples": 0}], "max_samples 0 (allowed: a whole number above 0)"),
+    ([{"path": "a.jsonl", "max_samples": True}], "max_samples True (allowed: a whole number above 0)"),
     ([{"path": "a.jsonl"}, {"input_key": "q"}], "dataset: set 2: no path"),
     ([{"path": "a.jsonl,b.jsonl"}], "path 'a.jsonl,b.jsonl' (allowed: one file"),
     ([{"path": "a.jsonl", "weight": 0}], "set 1 (a.jsonl): weight 0 (allowed: a number above 0)"),

@@ -16,6 +16,7 @@ from launch import read_steps, train_many
 from trainer.cli import train_sft
 from trainer.datasets.demos.demo import make_demo
 from trainer.datasets.files.stream_rows import open_rows, parsed
+from trainer.datasets.samples.bounds import Bounds
 from trainer.datasets.samples.streaming import StreamedBatches, start_of_epoch
 from trainer.errors import UserError
 from trainer.flags.rules import refuse
@@ -131,6 +132,29 @@ def test_rows_with_control_tokens_are_named_by_file_and_row(demo, tmp_path):
         )
 
 
+@pytest.mark.parametrize(("line", "said"), [
+    ('{"question": 5.0, "answer": "yes"}', r"column question: a number"),
+    ('{"question": "5", "answer"', r"cannot be read: Expecting"),
+    ('["question"]', r"cannot be read: a line is not a JSON object"),
+    ('{"question": "5", "question": "6", "answer": "yes"}', r"cannot be read: .*twice"),
+    (json.dumps({"question": "long " * 300, "answer": "yes"}), "more than the model's 200 positions"),
+])  # fmt: skip
+def test_errors_of_rows_name_the_file_and_the_row(line, said, demo, tmp_path):
+    """The wrong row stands behind 200 others, in the second file, below an empty line; also in a mixture."""
+    row = json.dumps({"question": "5", "answer": "yes"})
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/a.jsonl").write_text("\n".join([row] * 200))
+    (tmp_path / "parts/b.jsonl").write_text("\n".join([row, "", line, row]))
+    (tmp_path / "other.jsonl").write_text("\n".join([row] * 300))
+    for names, flags in (("parts", []), ("parts,other.jsonl", ["--dataset_probs", "0.9,0.1"])):
+        names = ",".join(str(tmp_path / name) for name in names.split(","))
+        found = stream(demo, names, *flags, "--max_len", "4000")
+        found.bounds = Bounds(10**6, positions=200, learned=True)
+        with pytest.raises(UserError, match=said) as error:
+            read(found)
+        assert str(error.value).startswith(f"--dataset {tmp_path}/parts/b.jsonl row 3: "), error.value
+
+
 def test_members_of_a_tar_file_are_rows(tmp_path):
     texts = {"1.txt": "first", "2.json": '{"answer": "ja"}', "2.txt": "zwei\n", "3.json": '{\n"answer": "ü"\n}'}
     expected = [{"txt": "first"}, {"answer": "ja", "txt": "zwei\n"}, {"answer": "ü"}]
@@ -217,7 +241,7 @@ def test_what_does_not_combine_is_refused(demo, tmp_path):
         with pytest.raises(UserError, match=message) as error:
             stream(demo, names, *flags)
         assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=r"--dataset rows from 129: cannot be read"):
+    with pytest.raises(UserError, match=r"--dataset .*bad\.jsonl row 151: cannot be read"):
         read(stream(demo, str(tmp_path / "bad.jsonl")))
     tokenizer = load_tokenizer(str(demo / "model"), False)
     tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "")

@@ -21,7 +21,7 @@ from trainer.errors import UserError
 from trainer.flags.common_flags import BatchArguments, DataArguments, SFTDataArguments
 from trainer.flags.data_rules import has_evaluation
 from trainer.flags.groups import flat, with_flags
-from trainer.flags.names.own_flags import FLAGS_OF, read
+from trainer.flags.names.own_flags import FLAGS_OF, SPLIT, as_flags, read
 from trainer.models.model_bounds import bounds_of
 from trainer.models.model_loading import resolve_model_folder
 from trainer.runs.run_setup import Setup
@@ -35,8 +35,13 @@ def load_flag_rows(data: DataArguments, seed: int, names: str, split: str, flag:
     return load_rows(names, **reading(data, seed, split, flag), ignored=ignored)
 
 
+def own_flags_of(data: DataArguments, names: str, flag: str) -> list[dict[str, Any]]:
+    """The own flags of each set of --dataset or --eval_dataset; empty if all sets are read in the same way."""
+    return read(vars(data)[FLAGS_OF[flag[2:]]], flag[2:], names)
+
+
 def reading(data: DataArguments, seed: int, split: str, flag: str) -> dict[str, Any]:
-    """How `load_rows` reads --dataset or --eval_dataset."""
+    """How `load_rows` reads --dataset or --eval_dataset, but for the own flags of each set."""
     is_trained = flag == "--dataset"
     probs = data.dataset_probs if is_trained else None
     max_samples = data.max_samples if is_trained else data.max_eval_samples or data.max_samples
@@ -58,13 +63,23 @@ def files_in_errors(data: DataArguments, seed: int, names: str, split: str, flag
 def with_files(text: str, data: DataArguments, seed: int, names: str, split: str, flag: str) -> str:
     """A text in which each "--dataset row N" has its file, and its number there, if rows come from several files."""
 
+    own, paths = own_flags_of(data, names, flag), names_of_sets(names, flag)
+    shown = shown_names(paths, own)
+
     def place(found: re.Match) -> str:
-        how = reading(data, seed, split, flag) | ({"probs": None} if found[1] else {})
-        file = place_of_row(int(found[2]) - 1, found[1] or names, **how)
+        how, number = reading(data, seed, split, flag) | {"own": own}, shown.index(found[1]) if found[1] else None
+        if number is not None:  # a set that is read by itself
+            how |= {"probs": None, "own": own[number : number + 1]}
+        file = place_of_row(int(found[2]) - 1, names if number is None else paths[number], **how)
         return f"{flag} {file}" if file else found[0]
 
-    own = "|".join(map(re.escape, names_of_sets(names, flag)))  # a set may be read by itself
-    return re.sub(rf"{flag} (?:({own}) )?row (\d+)", place, text)
+    return re.sub(rf"{flag} (?:({'|'.join(map(re.escape, shown))}) )?row (\d+)", place, text)
+
+
+def shown_names(paths: list[str], own: list[dict[str, Any]]) -> list[str]:
+    """The names of sets in lines and errors, with their own splits."""
+    splits = [one.get(SPLIT) for one in own or [{}] * len(paths)]
+    return [f"{path} split {split}" if split else path for path, split in zip(paths, splits, strict=True)]
 
 
 def load_sft(args, tokenizer, names: str, split: str, flag: str, part=WHOLE):
@@ -83,14 +98,16 @@ def load_sets_of(args, seed: int, options_of: Callable, names: str, split: str, 
 
     `options_of(args)` are the options of a set, from the flags that hold for it.
     """
-    own = read(vars(args.data)[FLAGS_OF[flag[2:]]], flag[2:], names)
+    own = own_flags_of(args.data, names, flag)
     if not own:
         return load_flag_rows(args.data, seed, names, split, flag)
     paths, probs = names_of_sets(names, flag), reading(args.data, seed, split, flag)["probs"]
-    sets = [with_flags(args, dataset_probs=None, **flags) for flags in own]
-    rows = [load_flag_rows(one.data, seed, path, split, flag) for one, path in zip(sets, paths)]
-    options = [options_of(one) | {"flag": f"{flag} {path}"} for one, path in zip(sets, paths)]
-    return Sets(paths, rows, options, probs and parse_probs(probs, len(paths)), seed, flag)
+    sets = [with_flags(args, dataset_probs=None, **as_flags(flags, flag[2:])) for flags in own]
+    splits = [flags.get(SPLIT, split) for flags in own]
+    rows = [load_flag_rows(one.data, seed, path, part, flag) for one, path, part in zip(sets, paths, splits)]
+    shown = shown_names(paths, own)
+    options = [options_of(one) | {"flag": f"{flag} {name}"} for one, name in zip(sets, shown)]
+    return Sets(shown, rows, options, probs and parse_probs(probs, len(paths)), seed, flag)
 
 
 def tokenized(args, tokenizer, rows, tokenize: Callable, options_of: Callable, flag: str, part: Part):

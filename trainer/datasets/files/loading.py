@@ -1,7 +1,8 @@
 """Rows from files, folders and the hub, mixed into one dataset."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import datasets
 import numpy as np
@@ -13,6 +14,7 @@ from trainer.datasets.files.read_files import read_files
 from trainer.datasets.files.set_names import hub_name, local_paths
 from trainer.datasets.library import one_line, quiet
 from trainer.errors import UserError
+from trainer.flags.names.own_flags import MAX_SAMPLES, SPLIT
 
 
 def load_rows(
@@ -54,12 +56,14 @@ def place_of_row(
     probs: str | None = None,
     max_samples: int | None = None,
     seed: int = 42,
+    own: Sequence[dict[str, Any]] = (),
 ) -> str | None:
-    """ "FILE row NUMBER" for a row of `load_rows` with these arguments, or None if the rows are those of one file."""
-    options = {"flag": flag, "split": split, "probs": probs, "max_samples": max_samples, "seed": seed}
+    """ "FILE row NUMBER" for a row of `places_of_rows` with these arguments, or None if the rows are those of one file."""
+    options = {"flag": flag, "split": split, "probs": probs, "max_samples": max_samples, "seed": seed, "own": own}
     paths, places = places_of_rows(names, **options)
     with quiet():
         number, index = places[index]["set"], places[index]["row"]
+        split = own[number].get(SPLIT, split) if own else split
         files = _files_of(paths[number], split) or [paths[number]]
         for path in files:
             size = len(read_files({split: [path]}, f"{flag} {path}")[split]) if len(files) > 1 else index + 1
@@ -70,13 +74,23 @@ def place_of_row(
 
 
 def places_of_rows(
-    names: str, *, flag: str, split: str, probs: str | None, max_samples: int | None, seed: int
+    names: str,
+    *,
+    flag: str,
+    split: str,
+    probs: str | None,
+    max_samples: int | None,
+    seed: int,
+    own: Sequence[dict[str, Any]] = (),
 ) -> tuple[list[str], datasets.Dataset]:
-    """The names of the sets, and for each row of `load_rows` the columns `set` and `row`: its set, its index there."""
+    """The names of the sets, and for each row the columns `set` and `row`: its set, its index there.
+
+    The order is that of `load_rows`. `own`: for each set its own flags, in which `split` and `max_samples` count.
+    """
     paths = names_of_sets(names, flag)
     odds = None if probs is None else parse_probs(probs, len(paths))
     with quiet():
-        sizes = map(len, _load_sets(paths, flag, split, max_samples))
+        sizes = map(len, _load_sets(paths, flag, split, max_samples, own=own))
         counted = [{"set": np.full(size, number), "row": np.arange(size)} for number, size in enumerate(sizes)]
         return paths, joined([datasets.Dataset.from_dict(columns) for columns in counted], odds, seed)
 
@@ -90,12 +104,20 @@ def names_of_sets(names: str, flag: str) -> list[str]:
 
 
 def _load_sets(
-    paths: list[str], flag: str, split: str, max_samples: int | None, ignored: Collection[str] = ()
+    paths: list[str],
+    flag: str,
+    split: str,
+    max_samples: int | None,
+    ignored: Collection[str] = (),
+    own: Sequence[dict[str, Any]] = (),
 ) -> list[datasets.Dataset]:
     if max_samples is not None and max_samples < 1:
         raise UserError("--max_samples", str(max_samples), "at least 1")
-    sets = [_load_set(path, flag, split, ignored) for path in paths]
-    return sets if max_samples is None else [rows.select(range(min(max_samples, len(rows)))) for rows in sets]
+    sets = []
+    for path, flags in zip(paths, own or [{}] * len(paths), strict=True):
+        rows, most = _load_set(path, flag, flags.get(SPLIT, split), ignored), flags.get(MAX_SAMPLES, max_samples)
+        sets.append(rows if most is None else rows.select(range(min(most, len(rows)))))
+    return sets
 
 
 def _files_of(path: str, split: str) -> list[str]:

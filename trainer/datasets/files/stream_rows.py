@@ -60,10 +60,14 @@ def open_rows(
     return joined(sets, odds, seed), digest
 
 
+class BrokenRow(ValueError):
+    """args: (the number of the row in its block, from 0; what is wrong with its JSON)."""
+
+
 def parsed(block: dict[str, list]) -> list[dict[str, Any]]:
     """The rows of a block of columns. JSON becomes its object, together with the text of the same name in a tar file.
 
-    Raises ValueError for JSON that is not an object.
+    Raises BrokenRow for JSON that is broken or not an object.
     """
     columns = [name for name in block if name != LINE]
     lines = block.get(LINE) or [None] * len(block[columns[0]])
@@ -75,9 +79,12 @@ def parsed(block: dict[str, list]) -> list[dict[str, Any]]:
         if line is None:
             rows.append(others)
         elif line.strip():
-            row = DECODER.decode(line)
+            try:
+                row = DECODER.decode(line)
+            except (ValueError, RecursionError) as error:
+                raise BrokenRow(len(rows), one_line(error)) from None
             if not isinstance(row, dict):
-                raise ValueError(f"a line is not a JSON object: {line[:80]}")
+                raise BrokenRow(len(rows), f"a line is not a JSON object: {line[:80]}")
             rows.append({**row, **others})
     return rows
 
@@ -148,9 +155,15 @@ def _open_with_places(files: list[str], where: str) -> datasets.IterableDataset:
 
 def places_of(rows: datasets.IterableDataset, numbers: list[int]) -> list[str]:
     """The places of the rows of these numbers, ascending, in a stream that `open_rows` opened with places."""
-    found = (row[PLACE] for block in rows.iter(batch_size=100) for row in parsed(block))
+    found = (place for block in rows.iter(batch_size=100) for place in _places_of_block(block))
     wanted = set(numbers)
     return [place for number, place in enumerate(islice(found, max(numbers, default=-1) + 1)) if number in wanted]
+
+
+def _places_of_block(block: dict[str, list]) -> list[str]:
+    """The places of the rows that `parsed` finds in a block: an empty line is no row."""
+    lines = block.get(LINE) or [None] * len(block[PLACE])
+    return [place for place, line in zip(block[PLACE], lines, strict=True) if line is None or line.strip()]
 
 
 def _facts_of(name: str) -> list:

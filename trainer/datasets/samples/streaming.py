@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.datasets.batches.global_batches import GlobalBatch, GlobalBatchLoader, epoch_order
 from trainer.datasets.files.image_files import COLUMN
-from trainer.datasets.files.stream_rows import parsed
+from trainer.datasets.files.stream_rows import BrokenRow, parsed
 from trainer.datasets.library import one_line
 from trainer.datasets.samples.bounds import Bounds, check_sample
 from trainer.datasets.samples.ledger import Ledger, note_of_controls
@@ -74,7 +74,7 @@ class SampleStream:
         places: Callable[[list[int]], list[str]],
         **options,
     ):
-        self.rows, self.flag, self.digest = rows, flag, digest
+        self.rows, self.flag, self.digest, self.places = rows, flag, digest, places
         self.tokenizer = copy.deepcopy(tokenizer)  # a thread uses it while a checkpoint saves the other one
         self.buffer, self.seed, self.shuffle = buffer, seed, shuffle
         self.bounds: Bounds | None = None  # of the model that takes the samples
@@ -129,6 +129,9 @@ class SampleStream:
             try:
                 block = next(blocks, None)
                 rows = None if block is None else parsed(block)
+            except BrokenRow as error:
+                number, found = error.args
+                raise UserError(self._place(at["first_row"] + number), f"cannot be read: {found}") from None
             except Exception as error:  # of any type: broken JSON, bytes that are no text, a store that is gone
                 where = f"{self.flag} rows from {at['first_row'] + 1}"
                 raise UserError(where, f"cannot be read: {one_line(error)}") from None
@@ -138,10 +141,18 @@ class SampleStream:
 
     def _tokens(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         row = _KnownColumns(row)
-        sample = tokenize_row(row, index, tokenizer=self.tokenizer, options=self.options, flag=self.flag)
-        if self.bounds:
-            check_sample(sample, self.flag, self.bounds)
+        try:
+            sample = tokenize_row(row, index, tokenizer=self.tokenizer, options=self.options, flag=self.flag)
+            if self.bounds:
+                check_sample(sample, self.flag, self.bounds)
+        except UserError as error:
+            where = error.where.replace(f"{self.flag} row {index + 1}", self._place(index), 1)
+            raise UserError(where, error.found, error.allowed, error.instead) from None
         return sample
+
+    def _place(self, number: int) -> str:
+        """The flag, file and row of a row of the stream. The files are read again up to it."""
+        return f"{self.flag} {' '.join(self.places([number])) or f'row {number + 1}'}"
 
 
 def start_of_epoch(epoch: int) -> dict[str, Any]:

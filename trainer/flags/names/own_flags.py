@@ -7,6 +7,8 @@ from typing import Any
 from trainer.errors import UserError
 
 FLAGS_OF = {"dataset": "dataset_flags", "eval_dataset": "eval_dataset_flags"}
+SPLIT_OF = {"dataset": "dataset_split", "eval_dataset": "eval_split"}
+SPLIT, MAX_SAMPLES = "split", "max_samples"
 
 
 def read(text: str | None, flag: str, names: str | None) -> list[dict[str, Any]]:
@@ -27,6 +29,12 @@ def read(text: str | None, flag: str, names: str | None) -> list[dict[str, Any]]
     return own
 
 
+def as_flags(own: dict[str, Any], flag: str) -> dict[str, Any]:
+    """The own flags of a set of `flag`, as flags of the command. Its `max_samples` goes over --max_eval_samples."""
+    found = {SPLIT_OF[flag] if name == SPLIT else name: value for name, value in own.items()}
+    return found | ({"max_eval_samples": own[MAX_SAMPLES]} if flag == "eval_dataset" and MAX_SAMPLES in own else {})
+
+
 def names_of(value: str | None) -> list[str]:
     """The names of sets in a flag."""
     return [name.strip() for name in (value or "").split(",") if name.strip()]
@@ -37,7 +45,7 @@ def flags_of_sets(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
     found = []
     for flag, own_flag in FLAGS_OF.items():
         own = read(values.get(own_flag), flag, values.get(flag))
-        found += [(f"--{flag} {name}", one) for name, one in zip(names_of(values.get(flag)), own)]
+        found += [(f"--{flag} {name}", as_flags(one, flag)) for name, one in zip(names_of(values.get(flag)), own)]
         if values.get(flag) and not own:
             found.append(("", {}))
     yield from found or [("", {})]

@@ -7,19 +7,21 @@ import json
 import math
 import typing
 from dataclasses import Field
-from typing import Any
+from typing import Any, Optional
 
 from trainer.errors import UserError
-from trainer.flags.names.own_flags import FLAGS_OF, names_of, read
+from trainer.flags.names.own_flags import FLAGS_OF, MAX_SAMPLES, SPLIT, SPLIT_OF, names_of, read
 from trainer.flags.names.suggestions import misspelled, suggestion
 
 # what a set may have of its own: how its rows are read
 OWN = (
     "input_key", "output_key", "prompt_key", "chosen_key", "rejected_key", "completion_key", "label_key", "margin_key",
     "input_template", "apply_chat_template", "train_on", "pretrain_mode", "ignore_columns", "system",
+    SPLIT, MAX_SAMPLES,
 )  # fmt: skip
 PATH, WEIGHT = "path", "weight"
 WEIGHTS_OF = {"dataset": "dataset_probs"}
+ALLOWED = {bool: "true or false", Optional[int]: "a whole number above 0"}
 
 
 def spread(values: dict[str, Any], command: str, fields: dict[str, tuple[Field, Any]]) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def spread(values: dict[str, Any], command: str, fields: dict[str, tuple[Field, 
         elif values.get(own_flag) is not None:
             own = read(values[own_flag], flag, values.get(flag))
             for number, (one, path) in enumerate(zip(own, names_of(values[flag])), 1):
-                _check(one, f"--{own_flag} set {number} ({path})", command, fields)
+                _check(one, f"--{own_flag} set {number} ({path})", flag, command, fields)
     return values
 
 
@@ -58,7 +60,7 @@ def _of_list(values: dict, flag: str, own_flag: str, command: str, fields: dict)
             weights.append(_weight(entry[WEIGHT], f"{where} ({path})", weights_flag))
         paths.append(path.strip())
         own.append({str(name): value for name, value in entry.items() if name not in (PATH, WEIGHT)})
-        _check(own[-1], f"{where} ({path})", command, fields, (PATH, *([WEIGHT] if weights_flag else [])))
+        _check(own[-1], f"{where} ({path})", flag, command, fields, (PATH, *([WEIGHT] if weights_flag else [])))
     if weights and len(weights) != len(paths):
         raise UserError(
             f"{flag}:", f"{len(weights)} of {len(paths)} sets have a {WEIGHT}", "a weight for each, or none"
@@ -75,18 +77,23 @@ def _weight(value: Any, where: str, weights_flag: str | None) -> float:
     return value
 
 
-def _check(own: dict[str, Any], where: str, command: str, fields: dict, others: tuple[str, ...] = ()) -> None:
-    """Raise UserError for a flag that a set of `command` cannot have, or a value of another type."""
-    known = [name for name in OWN if name in fields]
+def _check(
+    own: dict[str, Any], where: str, flag: str, command: str, fields: dict, others: tuple[str, ...] = ()
+) -> None:
+    """Raise UserError for a flag that a set of `flag` cannot have in `command`, or a value of another type."""
+    known = [name for name in OWN if name == SPLIT or name in fields]
     for name, value in own.items():
         if name not in known:
             near = misspelled(name, (*others, *known))
             said = f"did you mean {near}?" if near else _elsewhere(name, command, fields)
             raise UserError(where, f"a set has no key {name}; {said}", ", ".join((*others, *known)))
-        field, hint = fields[name]
+        field, hint = fields[SPLIT_OF[flag] if name == SPLIT else name]
         choices = [one for kind in typing.get_args(hint) for one in typing.get_args(kind)]  # of Optional[Literal]
-        allowed = "true or false" if hint is bool else ", ".join(choices) or "a text"
-        is_of_type = isinstance(value, bool if hint is bool else str) and value in (choices or [value])
+        allowed = ALLOWED.get(hint) or ", ".join(choices) or "a text"
+        if hint == Optional[int]:
+            is_of_type = type(value) is int and value > 0
+        else:
+            is_of_type = isinstance(value, bool if hint is bool else str) and value in (choices or [value])
         if not (is_of_type or (value is None and field.default is None)):
             raise UserError(where, f"{name} {value!r}", allowed)
 

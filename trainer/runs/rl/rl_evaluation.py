@@ -14,7 +14,7 @@ from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.evaluation import FOLDER, GROUPS, Evaluation, groups_of, write_answers
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 from trainer.rollout.samples import Sample
-from trainer.runs.run_data import reading
+from trainer.runs.run_data import own_flags_of, reading, shown_names
 
 MOST_VALUES = 100  # of --eval_source_key: each has a row of results
 
@@ -57,9 +57,10 @@ def _sets(args: PPOArguments, names: str, split: str, flag: str) -> list[str]:
     """The set of each row, as set/NAME. Empty if there is one set."""
     if len(names_of_sets(names, flag)) == 1:
         return []
-    paths, places = places_of_rows(names, **reading(args.data, args.batch.seed, split, flag))
-    short = [os.path.splitext(os.path.basename(path.rstrip("/")))[0] for path in paths]
-    shown = short if len(set(short)) == len(short) else paths
+    own = own_flags_of(args.data, names, flag)
+    paths, places = places_of_rows(names, **reading(args.data, args.batch.seed, split, flag), own=own)
+    short = shown_names([os.path.splitext(os.path.basename(path.rstrip("/")))[0] for path in paths], own)
+    shown = short if len(set(short)) == len(short) else shown_names(paths, own)
     return [f"set/{shown[number]}" for number in places["set"]]
 
 
