@@ -45,7 +45,8 @@ class Client:
             datum = message.data.add()
             datum.model_input.add().encoded_text.tokens = np.array(row["input_ids"], np.int32).tobytes()
             for name in row.keys() - {"input_ids"}:
-                kind, number = (np.int64, 2) if name == "target_tokens" else (np.float32, 1)
+                is_whole = name == "target_tokens" and np.array(row[name]).dtype.kind == "i"
+                kind, number = (np.int64, 2) if is_whole else (np.float32, 1)
                 tensor = datum.loss_fn_inputs[name]
                 tensor.dense, tensor.dtype = np.array(row[name], kind).tobytes(), number
                 tensor.shape.append(len(row[name]))

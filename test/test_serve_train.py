@@ -229,6 +229,28 @@ def test_what_is_not_offered_is_refused_by_name(served):
     assert refusal(client.ask, "create_custom_loss").startswith("404")
     assert "base_model: other" in refusal(client.create, "other", 1, RANK, SEED)
     assert "tinker://MODEL/weights/NAME" in refusal(client.ask, "save_weights", **client.next(model), path="../up")
+    nan = {**row, "target_tokens": [6.0, float("nan")]}
+    assert "outside of the vocabulary" in refusal(client.batch, model, [nan], "cross_entropy")
+    assert "x.client.json" in refusal(client.ask, "save_weights", **client.next(model), path="x.client.json")
+    for wrong in ({"beta1": 1}, {"grad_clip_norm": float("nan")}, {"learning_rate": "fast"}):
+        [name] = wrong
+        params = {"learning_rate": RATE, **wrong}
+        assert f"422 {name}: " in refusal(client.ask, "optim_step", **client.next(model), adam_params=params)
+    for name, wrong in (("seed", 2**70), ("seed", "x"), ("rank", float("inf"))):
+        own = {"session_id": client.session, "model_seq_id": 8, "base_model": base}
+        assert refusal(client.ask, "create_model", **own, lora_config={"rank": RANK, name: wrong}).startswith("422")
+    sampler = client.ask(
+        "create_sampling_session", session_id=client.session, sampling_session_seq_id=5, base_model=base
+    )
+    asked = {"sampling_session_id": sampler["sampling_session_id"], "seq_id": 0, "sampling_params": {"max_tokens": 2}}
+    asked["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+    for wrong in ({"num_samples": 10**9}, {"prompt_logprobs": True, "prompt_logprobs_last_n": "x"}):
+        assert refusal(client.ask, "asample", **asked, **wrong).startswith(f"422 {[*wrong][-1]}")
+    for name, wrong in (("temperature", -1), ("top_p", 0), ("top_k", 0.5), ("stop", [10**6])):
+        asked["sampling_params"] = {"max_tokens": 2, name: wrong}
+        assert refusal(client.ask, "asample", **asked).startswith(f"422 {name}"), name
+    assert refusal(client.ask, "retrieve_future", request_id=["a"]).startswith("404")
+    assert refusal(client.ask, "retrieve_future", request_id=model).startswith("404")
     client.key = "tml-other"
     assert refusal(client.ask, "session_heartbeat", session_id=client.session).startswith("401")
     client.key = "tml-test"

@@ -3,6 +3,9 @@
 The field numbers are those of `tinker_public.proto` in that SDK. All other messages are JSON.
 """
 
+import sys
+from typing import Any
+
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
@@ -30,6 +33,10 @@ MESSAGES = {
     "SampledSequence": [(1, "stop_reason", "int32"), (2, "tokens", "bytes"), (3, "logprobs", "bytes")],
     "SampleResponse": [(1, "sequences", "*SampledSequence"), (2, "prompt_logprobs", "bytes")],
 }  # fmt: skip
+LARGEST, BELOW_1 = sys.float_info.max, 1 - sys.float_info.epsilon
+# of AdamW, name: (default, largest)
+ADAM = {"learning_rate": (1e-4, LARGEST), "beta1": (0.9, BELOW_1), "beta2": (0.95, BELOW_1), "eps": (1e-12, LARGEST)}
+ADAM |= {"weight_decay": (0.0, LARGEST), "grad_clip_norm": (0.0, LARGEST)}
 DTYPES = {1: np.float32, 2: np.int64, 3: np.int32}
 FLOAT32 = 1
 
@@ -128,3 +135,24 @@ def sample_output(sequences: list[tuple[list[int], list[float], bool]], prompt: 
     if prompt is not None:
         answer.prompt_logprobs = prompt.astype(np.float32).tobytes()
     return answer.SerializeToString()
+
+
+def number_of(name: str, value: Any, low: float, high: float) -> float:
+    """A number of a request. Raises UserError for another type, for nan, and outside of `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise UserError(name, repr(value)[:40], f"{low} to {high}")
+    return value
+
+
+def whole_of(name: str, value: Any, low: int, high: int) -> int:
+    """A whole number of a request. Raises UserError as `number_of` does, and for a fraction."""
+    if number_of(name, value, low, high) != int(value):
+        raise UserError(name, repr(value)[:40], f"whole numbers from {low} to {high}")
+    return int(value)
+
+
+def adam_of(given: dict) -> dict[str, float]:
+    """The values of a step of AdamW, with defaults. Raises UserError."""
+    if odd := given.keys() - ADAM.keys():
+        raise UserError("adam_params", ", ".join(sorted(odd)), ", ".join(ADAM))
+    return {name: number_of(name, given.get(name, own), 0, most) for name, (own, most) in ADAM.items()}

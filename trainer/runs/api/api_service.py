@@ -24,14 +24,15 @@ from trainer.errors import UserError
 from trainer.models.losses.client_loss import CLIENT_LOSSES
 from trainer.rollout.engines.sampling import Sampling, sample_seed
 from trainer.rollout.rewards.http_service import Door, HTTPLimits, Refused, as_json
-from trainer.runs.api.api_messages import batch_output, read_batch, sample_output
+from trainer.runs.api.api_messages import LARGEST, adam_of, batch_output, number_of, read_batch, sample_output, whole_of
+from trainer.runs.api.client_models import FACTS
 
 PREFIX = "/api/v1/"
 PROTOBUF = "application/x-protobuf"
 POLL_SECONDS = 20  # a poll of a future is answered after so long; the client then asks again
 SESSION_SECONDS = 600  # the SDK sends a heartbeat every 10 s; without one for so long, a session has ended
 SAMPLERS_KEPT = 8  # of one model, without a name
-ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+MOST_SAMPLES = 4096  # of one prompt
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 # what a request to sample may name, and the only value that is offered
 NOT_OFFERED = {"topk_prompt_logprobs": 0, "topk_sample_logprobs": 0, "target_prompt_logprobs": None}
@@ -131,7 +132,7 @@ class TrainingService:
                     if not isinstance(asked, dict):
                         raise TypeError("no JSON object")
                     return as_json(answer(asked))
-                except (LookupError, TypeError, ValueError, RecursionError, AttributeError) as error:
+                except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, AttributeError) as error:
                     raise Refused(422, f"{type(error).__name__}: {error}") from None
                 except UserError as error:
                     raise Refused(422, str(error)) from None
@@ -171,8 +172,9 @@ class TrainingService:
 
     async def _retrieve(self, request: Request) -> Response:
         async with self._door.body(request) as body:
-            key = _read(body).get("request_id")
-        future = self._owner(key).futures[key]
+            key = str(_read(body).get("request_id"))
+        if (future := self._owner(key).futures.get(key)) is None:
+            raise Refused(404, f"{key}: no request")
         done, _ = await asyncio.wait([future], timeout=POLL_SECONDS)
         if not done:
             return as_json({"type": "try_again", "request_id": key, "queue_state": "active"}, 408)
@@ -215,12 +217,11 @@ class TrainingService:
         self._check_base(ask["base_model"])
         _check_adam(ask.get("optimizer_config"))
         lora = ask.get("lora_config") or {"rank": 0}
-        rank = int(lora["rank"])
+        rank, seed = int(lora["rank"]), lora.get("seed")
+        own = {"rank": rank, "seed": None if seed is None else whole_of("lora_config.seed", seed, 0, 2**63 - 1)}
         session, model_id = self._new_model(ask["session_id"], ask["model_seq_id"], rank or None)
-        parts = {"attention": lora.get("train_attn", True), "mlp": lora.get("train_mlp", True)}
-        return self._submit(
-            session, f"{model_id}:create", Job("create", {"model_id": model_id, "rank": rank, "seed": lora.get("seed"), **parts})
-        )  # fmt: skip
+        own |= {"attention": lora.get("train_attn", True), "mlp": lora.get("train_mlp", True)}
+        return self._submit(session, f"{model_id}:create", Job("create", {"model_id": model_id, **own}))
 
     async def _forward_backward(self, request: Request) -> Response:
         async with self._door.body(request) as body:
@@ -243,6 +244,8 @@ class TrainingService:
             raise UserError(
                 f"loss_fn_config of {ask['loss_fn']}", ", ".join(sorted(odd)), ", ".join(constants) or "none"
             )
+        for name, value in ask["loss_fn_config"].items():
+            number_of(f"loss_fn_config.{name}", value, 0, LARGEST)
         if not ask["rows"]:
             raise UserError("data", "no row")
         for number, row in enumerate(ask["rows"]):
@@ -259,16 +262,13 @@ class TrainingService:
     def _check_tokens(self, where: str, tokens) -> None:
         if not 0 < len(tokens) <= self._offer.max_len:
             raise UserError(where, f"{len(tokens)} tokens", f"1 to {self._offer.max_len} (--max_len)")
-        if not (min(tokens) >= 0 and max(tokens) < self._offer.vocab_size):
+        if not all(0 <= token < self._offer.vocab_size and token == int(token) for token in tokens):
             raise UserError(where, "a token outside of the vocabulary", f"0 to {self._offer.vocab_size - 1}")
 
     def _optim_step(self, ask: dict) -> dict:
         if "adam_params" not in ask:
             raise UserError("optim_params", str(ask.get("optimizer_params", {}).get("type")), "AdamParams")
-        if odd := ask["adam_params"].keys() - ADAM.keys():
-            raise UserError("adam_params", ", ".join(sorted(odd)), ", ".join(ADAM))
-        values = {name: float(value) for name, value in (ADAM | ask["adam_params"]).items()}
-        return self._of_model(ask, Job("optim_step", {"model_id": ask["model_id"], **values}))
+        return self._of_model(ask, Job("optim_step", {"model_id": ask["model_id"], **adam_of(ask["adam_params"])}))
 
     def _of_model(self, ask: dict, job: Job) -> dict:
         return self._submit(self._owner(ask["model_id"]), f"{ask['model_id']}:{int(ask['seq_id'])}", job)
@@ -279,7 +279,7 @@ class TrainingService:
         """The folder of tinker://MODEL/weights/NAME. Raises UserError for any other form."""
         model_id, kind, name = (*path.removeprefix("tinker://").split("/"), "", "")[:3]
         is_form = path == f"tinker://{model_id}/{kind}/{name}" and NAME.fullmatch(model_id) and NAME.fullmatch(name)
-        if not is_form or kind not in ("weights", "sampler_weights"):
+        if not is_form or name.endswith(FACTS) or kind not in ("weights", "sampler_weights"):
             raise UserError("path", path, "tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME")
         return f"{self._offer.folder}/{model_id.replace(':', '_')}/{kind}/{name}"
 
@@ -348,20 +348,21 @@ class TrainingService:
                 raise UserError("prompt", f"a chunk of type {chunk.get('type')}", "encoded_text")
             tokens += map(int, chunk["tokens"])
         self._check_tokens("prompt", tokens)
-        params, count = ask["sampling_params"], int(ask.get("num_samples", 1))
+        params, count = ask["sampling_params"], whole_of("num_samples", ask.get("num_samples", 1), 1, MOST_SAMPLES)
         sampling, key = self._sampling(params, len(tokens)), f"{sampler}:{int(ask['seq_id'])}"
         seed, number = params.get("seed"), self._sampled
         self._sampled += key not in session.futures
         seeds = [
             sample_seed(self._offer.seed if seed is None else seed, number * (seed is None), n) for n in range(count)
         ]
-        scored, last = bool(ask.get("prompt_logprobs")), ask.get("prompt_logprobs_last_n")
+        scored, last = bool(ask.get("prompt_logprobs")), ask.get("prompt_logprobs_last_n") or len(tokens)
+        unscored = len(tokens) - min(len(tokens), whole_of("prompt_logprobs_last_n", last, 1, 2**31))
         own = {"prompts": [(tokens, count)], "sampling": sampling, "seeds": seeds, "prompt_log_probs": [scored]}
 
         def encoded(found: list) -> bytes:
             [(sequences, of_prompt)] = found
-            if scored and last:
-                of_prompt[: len(tokens) - last] = float("nan")
+            if scored:
+                of_prompt[:unscored] = float("nan")
             return sample_output(sequences, of_prompt)
 
         answer = self._submit(session, key, Job("sample", {"sampler": sampler, **own}), encoded)
@@ -375,9 +376,11 @@ class TrainingService:
             raise UserError("max_tokens", f"{most} after {num_tokens} tokens", f"1 to {room} (--max_len)")
         stops = [stop] if isinstance(stop, str) else stop or []
         texts = tuple(one for one in stops if isinstance(one, str))
-        ids = self._offer.stop_ids if stop is None else tuple(int(one) for one in stops if not isinstance(one, str))
-        top_k = max(int(params.get("top_k", -1)), 0)
-        return Sampling(float(params.get("temperature", 1)), most, ids, texts, float(params.get("top_p", 1)), top_k, keeps_sets=False)  # fmt: skip
+        ids = [whole_of("stop", one, 0, self._offer.vocab_size - 1) for one in stops if not isinstance(one, str)]
+        top_k = max(whole_of("top_k", params.get("top_k", -1), -1, 2**31), 0)
+        cut = {"top_p": number_of("top_p", params.get("top_p", 1), 1e-6, 1), "top_k": top_k, "keeps_sets": False}
+        temperature = number_of("temperature", params.get("temperature", 1), 0, LARGEST)
+        return Sampling(temperature, most, self._offer.stop_ids if stop is None else tuple(ids), texts, **cut)
 
 
 def _check_adam(config: Optional[dict]) -> None:
