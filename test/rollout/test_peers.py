@@ -11,6 +11,7 @@ import pytest
 
 from trainer import limits
 from trainer.errors import Failed, UserError
+from trainer.rollout import peers
 from trainer.rollout.engines.on_vllm import vllm_server
 from trainer.rollout.peers import BadAnswer, post_json, read_frame, read_json, send_frame
 from trainer.rollout.rewards.remote_rewards import remote_scorer
@@ -171,3 +172,9 @@ def test_post_json_gives_the_answer():
     with answering(OK + b"Content-Length: 8\r\n\r\n" + b'{"a": 1}') as (url, heads):
         assert post_json(url, {"b": 2}, 5) == {"a": 1}
     assert b"Authorization" not in heads[0] and heads[0].endswith(b'{"b": 2}')
+
+
+def test_the_limit_of_one_read_may_pass_before_the_timer(monkeypatch):
+    monkeypatch.setattr(peers._Watched, "_expire", lambda watched: None)
+    with answering(b"", pause=0.5) as (url, _), pytest.raises(TimeoutError, match=r"no whole answer within 0\.1 s"):
+        post_json(url, {}, 0.1)

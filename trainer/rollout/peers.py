@@ -141,8 +141,9 @@ def post_json(url: str, body: Any, timeout: float, key: Optional[str] = None, ma
     except urllib.error.HTTPError as error:
         error.msg = _reason(error)
         raise
-    except (OSError, http.client.HTTPException, ValueError):
-        if watched.expired:
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        # The limit of one read may pass a moment before the timer runs: urllib then raises its own TimeoutError.
+        if watched.expired or isinstance(getattr(error, "reason", error), TimeoutError):
             raise TimeoutError(f"no whole answer within {timeout:g} s") from None
         raise
     finally:
