@@ -20,6 +20,10 @@ class Client:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.read()
 
+    def delete(self, path: str) -> None:
+        request = urllib.request.Request(f"{self.url}/api/v1/{path}", headers={"X-API-Key": self.key}, method="DELETE")
+        urllib.request.urlopen(request, timeout=60).close()
+
     def ask(self, path: str, /, **values) -> dict:
         return json.loads(self.post(path, json.dumps(values).encode()))
 

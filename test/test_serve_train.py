@@ -171,6 +171,15 @@ def test_policy_losses_interleaved_clients_and_saved_states(served):
         after.append([client.loss(future[0]), client.loss(future[2])])
     assert after[0] == after[1] and after[0][0] != after[0][1]
 
+    def save(**own) -> dict:
+        return client.result(client.ask("save_weights", **client.next(copy), path="there", **own))
+
+    there = save()["path"]
+    assert "exists (allowed: another name, or overwrite)" in save()["error"] and save(overwrite=True) == save(overwrite=True)  # fmt: skip
+    client.delete("training_runs/{}/checkpoints/weights/there".format(there.split("/")[2]))
+    lost = client.ask("load_weights", **client.next(copy), path=there, optimizer=False)
+    assert "no such saved weights" in client.result(lost)["error"]
+
 
 def test_samples_are_of_the_saved_weights(served):
     url, folder = served

@@ -14,7 +14,8 @@ from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.rewards.http_service import HTTPLimits, address, listen, server_of
-from trainer.runs.api.api_service import Job, Offer, TrainingService
+from trainer.runs.api.api_service import Offer, TrainingService
+from trainer.runs.api.api_sessions import Job
 from trainer.runs.api.client_models import ClientModels
 from trainer.runs.features.adapter import add_adapter_of_flags
 from trainer.runs.output_folders import make_writable

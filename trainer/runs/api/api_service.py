@@ -1,4 +1,4 @@
-"""The HTTP service of `serve_train`: sessions, models, samplers and futures, as the SDK of Tinker 0.38 asks for them.
+"""The HTTP service of `serve_train`: models, samplers and futures, as the SDK of Tinker 0.38 asks for them.
 
 It checks requests, and gives jobs to the ranks one after the other. A request that was sent twice is one job: its id is that
 of its model and its place in the order of requests.
@@ -8,12 +8,10 @@ import asyncio
 import contextlib
 import json
 import re
-import secrets
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Optional
+from typing import Optional
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -25,36 +23,18 @@ from trainer.models.losses.client_loss import CLIENT_LOSSES
 from trainer.rollout.engines.sampling import Sampling, sample_seed
 from trainer.rollout.rewards.http_service import Door, HTTPLimits, Refused, as_json
 from trainer.runs.api.api_messages import LARGEST, adam_of, batch_output, number_of, read_batch, sample_output, whole_of
+from trainer.runs.api.api_sessions import Job, Session, Sessions
 from trainer.runs.api.client_models import FACTS
 
 PREFIX = "/api/v1/"
-PROTOBUF = "application/x-protobuf"
 POLL_SECONDS = 20  # a poll of a future is answered after so long; the client then asks again
-SESSION_SECONDS = 600  # the SDK sends a heartbeat every 10 s; without one for so long, a session has ended
-SAMPLERS_KEPT = 8  # of one model, without a name
 MOST_SAMPLES = 4096  # of one prompt
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 # what a request to sample may name, and the only value that is offered
 NOT_OFFERED = {"topk_prompt_logprobs": 0, "topk_sample_logprobs": 0, "target_prompt_logprobs": None}
 NOT_OFFERED |= {"prompt_alt_tokens_k": 0, "record_stability_info": False}
-UNEMBEDDING = "this server trains no adapter on the unembedding, so train_unembed has no effect"
-
-
-@dataclass
-class Job:
-    """A method of `ClientModels`, its arguments, and the function that gets its result or a UserError."""
-
-    method: str
-    arguments: dict
-    answer: Callable[[Any], None] = lambda result: None
-
-
-@dataclass
-class Session:
-    seen: float
-    models: dict[str, dict] = field(default_factory=dict)  # model id: answer of get_info
-    samplers: list[str] = field(default_factory=list)
-    futures: dict[str, asyncio.Future] = field(default_factory=dict)
+WARNING = "this server trains no adapter on the unembedding, so train_unembed has no effect; saved weights have no ttl"
+SAVED = "training_runs/{model}/checkpoints/{kind}/{name}"
 
 
 @dataclass(frozen=True)
@@ -73,10 +53,8 @@ class Offer:
 
 class TrainingService:
     def __init__(self, jobs: SimpleQueue, offer: Offer, limits: HTTPLimits):
-        self._jobs, self._offer, self._door = jobs, offer, Door(limits)
-        self._sessions: dict[str, Session] = {}
-        self._owners: dict[str, Session] = {}  # of models, samplers and futures
-        self._sampled, self._saved = 0, set()
+        self._sessions, self._offer, self._door = Sessions(jobs, offer.max_clients), offer, Door(limits)
+        self._owner, self._sampled = self._sessions.owner, 0
 
     def app(self) -> Starlette:
         answers = {
@@ -100,6 +78,8 @@ class TrainingService:
             Route(PREFIX + "forward_backward", self._door.guarded(self._forward_backward), methods=["POST"]),
             Route(PREFIX + "retrieve_future", self._door.guarded(self._retrieve), methods=["POST"]),
             Route(PREFIX + "get_server_capabilities", self._of_json(self._capabilities), methods=["GET"]),
+            Route(PREFIX + "sessions/{session}/finish", self._door.guarded(self._finish), methods=["POST"]),
+            Route(PREFIX + SAVED, self._door.guarded(self._delete), methods=["DELETE"]),
             Route(PREFIX + "samplers/{sampler}", self._door.guarded(self._sampler), methods=["GET"]),
             Route(PREFIX + "healthz", self._of_json(lambda ask: {"status": "ok"}), methods=["GET"]),
             Route("/{path:path}", self._door.guarded(_not_offered), methods=["GET", "POST", "PUT", "DELETE"]),
@@ -108,19 +88,9 @@ class TrainingService:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _app):
-        ends = asyncio.create_task(self._end_sessions())
+        ends = asyncio.create_task(self._sessions.end_idle())
         yield
         ends.cancel()
-
-    async def _end_sessions(self) -> None:
-        while True:
-            await asyncio.sleep(SESSION_SECONDS / 20)
-            for name, session in list(self._sessions.items()):
-                if time.monotonic() - session.seen > SESSION_SECONDS:
-                    del self._sessions[name]
-                    self._owners = {key: owner for key, owner in self._owners.items() if owner is not session}
-                    gone = {"model_ids": list(session.models), "samplers": session.samplers}
-                    self._jobs.put(Job("forget", gone))
 
     # --- requests as JSON, and futures
 
@@ -139,75 +109,43 @@ class TrainingService:
 
         return self._door.guarded(endpoint)
 
-    def _owner(self, name: str) -> Session:
-        if name not in self._owners:
-            raise Refused(404, f"{name}: not known here; its session may have ended")
-        self._owners[name].seen = time.monotonic()
-        return self._owners[name]
-
-    def _session(self, name: str) -> Session:
-        if name not in self._sessions:
-            raise Refused(410, f"session {name} has ended")
-        self._sessions[name].seen = time.monotonic()
-        return self._sessions[name]
-
-    def _submit(self, session: Session, key: str, job: Job, encode: Callable[[Any], bytes] | None = None) -> dict:
-        """Give a job to the ranks, unless a request with this key did it before. Returns the future's id."""
-        if key not in session.futures:
-            loop = asyncio.get_running_loop()
-            future = session.futures[key] = loop.create_future()
-            self._owners[key] = session
-
-            def answered(result: Any) -> None:
-                if isinstance(result, UserError):
-                    found = json.dumps({"error": str(result), "category": "user"}).encode(), "application/json"
-                elif encode:
-                    found = encode(result), PROTOBUF
-                else:
-                    found = json.dumps(result).encode(), "application/json"
-                loop.call_soon_threadsafe(future.set_result, found)
-
-            self._jobs.put(Job(job.method, job.arguments, answered))
-        return {"request_id": key}
-
     async def _retrieve(self, request: Request) -> Response:
         async with self._door.body(request) as body:
             key = str(_read(body).get("request_id"))
-        if (future := self._owner(key).futures.get(key)) is None:
-            raise Refused(404, f"{key}: no request")
-        done, _ = await asyncio.wait([future], timeout=POLL_SECONDS)
-        if not done:
+        if not (found := await self._sessions.answer(key, POLL_SECONDS)):
             return as_json({"type": "try_again", "request_id": key, "queue_state": "active"}, 408)
-        content, kind = future.result()
-        return Response(content, media_type=kind, headers={"Connection": "close"})
+        return Response(found[0], media_type=found[1], headers={"Connection": "close"})
 
     # --- sessions and models
 
     def _create_session(self, ask: dict) -> dict:
-        name = f"session-{secrets.token_hex(8)}"
-        self._sessions[name] = Session(time.monotonic())
-        return {"type": "create_session", "session_id": name, "warning_message": UNEMBEDDING}
+        return {"type": "create_session", "session_id": self._sessions.open(), "warning_message": WARNING}
 
     def _heartbeat(self, ask: dict) -> dict:
-        self._session(ask["session_id"])
+        self._sessions.session(ask["session_id"])
         return {"type": "session_heartbeat"}
+
+    async def _finish(self, request: Request) -> Response:
+        async with self._door.body(request):
+            self._sessions.end(request.path_params["session"])
+        return as_json({})
 
     def _capabilities(self, ask: dict) -> dict:
         facts = {"max_context_length": self._offer.max_len, "trainable": True, "sampleable": True}
         return {"supported_models": [{"model_name": self._offer.base_model, **facts}]}
 
-    def _new_model(self, session_id: str, number: int, rank: Optional[int]) -> tuple[Session, str]:
-        session, model_id = self._session(session_id), f"{session_id}:train:{number:d}"
-        if model_id not in session.models:
-            if sum(len(one.models) for one in self._sessions.values()) >= self._offer.max_clients:
-                raise Refused(422, f"{self._offer.max_clients} models are here already (--max_clients)")
-            session.models[model_id] = {
+    def _make_model(self, ask: dict, rank: Optional[int], method: str, own: dict) -> dict:
+        """The future of a new model, which `method` makes."""
+        session = self._sessions.session(ask["session_id"])
+        model_id = f"{ask['session_id']}:train:{ask['model_seq_id']:d}"
+        if (key := f"{model_id}:create") not in session.futures:
+            facts = {
                 "type": "get_info", "model_id": model_id, "model_name": self._offer.base_model,
                 "model_data": {"model_name": self._offer.base_model},
                 "is_lora": self._offer.is_lora, "lora_rank": rank,
             }  # fmt: skip
-            self._owners[model_id] = session
-        return session, model_id
+            self._sessions.add_model(session, model_id, facts)
+        return self._sessions.submit(session, key, Job(method, {"model_id": model_id, **own}), makes=model_id)
 
     def _check_base(self, name: Optional[str]) -> None:
         if name not in (None, self._offer.base_model):
@@ -219,9 +157,8 @@ class TrainingService:
         lora = ask.get("lora_config") or {"rank": 0}
         rank, seed = int(lora["rank"]), lora.get("seed")
         own = {"rank": rank, "seed": None if seed is None else whole_of("lora_config.seed", seed, 0, 2**63 - 1)}
-        session, model_id = self._new_model(ask["session_id"], ask["model_seq_id"], rank or None)
         own |= {"attention": lora.get("train_attn", True), "mlp": lora.get("train_mlp", True)}
-        return self._submit(session, f"{model_id}:create", Job("create", {"model_id": model_id, **own}))
+        return self._make_model(ask, rank or None, "create", own)
 
     async def _forward_backward(self, request: Request) -> Response:
         async with self._door.body(request) as body:
@@ -233,7 +170,8 @@ class TrainingService:
         names = ("model_id", "rows", "loss_fn", "loss_fn_config", "forward_only")
         job = Job("forward_backward", {name: ask[name] for name in names})
         key = f"{ask['model_id']}:{ask['seq_id']}"
-        return as_json(self._submit(self._owner(ask["model_id"]), key, job, lambda found: batch_output(*found)))
+        session = self._owner(ask["model_id"])
+        return as_json(self._sessions.submit(session, key, job, lambda found: batch_output(*found)))
 
     def _check_batch(self, ask: dict) -> None:
         if ask["loss_fn"] not in CLIENT_LOSSES:
@@ -271,7 +209,8 @@ class TrainingService:
         return self._of_model(ask, Job("optim_step", {"model_id": ask["model_id"], **adam_of(ask["adam_params"])}))
 
     def _of_model(self, ask: dict, job: Job) -> dict:
-        return self._submit(self._owner(ask["model_id"]), f"{ask['model_id']}:{int(ask['seq_id'])}", job)
+        key = f"{ask['model_id']}:{int(ask['seq_id'])}"
+        return self._sessions.submit(self._owner(ask["model_id"]), key, job)
 
     # --- weights
 
@@ -285,11 +224,8 @@ class TrainingService:
 
     def _save(self, ask: dict, kind: str = "weights") -> dict:
         path = f"tinker://{ask['model_id']}/{kind}/{ask.get('path') or int(ask['seq_id'])}"
-        key, folder = f"{ask['model_id']}:{int(ask['seq_id'])}", self._folder(path)
-        if folder in self._saved and key not in self._owners and not ask.get("overwrite"):
-            raise UserError("path", f"{path} exists", "another name, or overwrite")
-        self._saved.add(folder)
-        own = {"folder": folder, "path": path, "for_sampler": kind == "sampler_weights"}
+        own = {"folder": self._folder(path), "path": path, "for_sampler": kind == "sampler_weights"}
+        own["overwrite"] = bool(ask.get("overwrite"))
         own["kind"] = "save_weights" if kind == "weights" else "save_weights_for_sampler"
         return self._of_model(ask, Job("save", {"model_id": ask["model_id"], **own}))
 
@@ -298,19 +234,24 @@ class TrainingService:
             return self._save(ask, "sampler_weights")
         session, answer = self._owner(ask["model_id"]), {"type": "save_weights_for_sampler"}
         answer["sampling_session_id"] = sampler = f"{ask['model_id']}:sampler:{int(ask['sampling_session_seq_id'])}"
-        self._own_sampler(session, sampler)
         own = {"sampler": sampler, "model_id": ask["model_id"], "folder": None, "answer": answer}
-        return self._of_model(ask, Job("keep_sampler", own))
+        return self._make_sampler(session, f"{ask['model_id']}:{int(ask['seq_id'])}", own)
 
-    def _own_sampler(self, session: Session, sampler: str) -> None:
-        """Note a sampler, and drop the oldest ones of its session beyond SAMPLERS_KEPT for each model."""
-        if sampler in self._owners:
-            return
-        self._owners[sampler] = session
-        session.samplers.append(sampler)
-        while len(session.samplers) > SAMPLERS_KEPT * max(1, len(session.models)):
-            del self._owners[oldest := session.samplers.pop(0)]
-            self._jobs.put(Job("forget", {"model_ids": [], "samplers": [oldest]}))
+    def _make_sampler(self, session: Session, key: str, own: dict) -> dict:
+        if key not in session.futures:
+            self._sessions.add_sampler(session, own["sampler"])
+        return self._sessions.submit(session, key, Job("keep_sampler", own), makes=own["sampler"])
+
+    async def _delete(self, request: Request) -> Response:
+        """Delete saved weights, after the jobs before it."""
+        async with self._door.body(request):
+            path = "tinker://{model}/{kind}/{name}".format(**request.path_params)
+        try:
+            folder = self._folder(path)
+        except UserError as error:
+            raise Refused(422, str(error)) from None
+        self._sessions.put(Job("delete", {"folder": folder}))
+        return as_json({})
 
     def _load(self, ask: dict) -> dict:
         folder, own = self._folder(ask["path"]), {"path": ask["path"], "optimizer": bool(ask["optimizer"])}
@@ -318,18 +259,17 @@ class TrainingService:
         _check_adam(ask.get("optimizer_config"))
         if ask.get("model_id"):
             return self._of_model(ask, Job("load", {"model_id": ask["model_id"], "folder": folder, **own}))
-        session, model_id = self._new_model(ask["session_id"], ask["model_seq_id"], None)
-        return self._submit(session, f"{model_id}:create", Job("load", {"model_id": model_id, "folder": folder, **own}))
+        return self._make_model(ask, None, "load", {"folder": folder, **own})
 
     # --- sampling
 
     def _create_sampler(self, ask: dict) -> dict:
         self._check_base(ask.get("base_model"))
-        session = self._session(ask["session_id"])
+        session = self._sessions.session(ask["session_id"])
         sampler, path = f"{ask['session_id']}:sample:{int(ask['sampling_session_seq_id'])}", ask.get("model_path")
         own = {"sampler": sampler, "model_id": None, "folder": self._folder(path) if path else None}
-        self._own_sampler(session, sampler)
-        self._submit(session, f"{sampler}:create", Job("keep_sampler", {**own, "answer": {"path": path}}))
+        self._make_sampler(session, key := f"{sampler}:create", {**own, "answer": {"path": path}})
+        self._sessions.was_read(session, key)  # this request has its answer now, and no future
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     async def _sampler(self, request: Request) -> Response:
@@ -365,7 +305,7 @@ class TrainingService:
                 of_prompt[:unscored] = float("nan")
             return sample_output(sequences, of_prompt)
 
-        answer = self._submit(session, key, Job("sample", {"sampler": sampler, **own}), encoded)
+        answer = self._sessions.submit(session, key, Job("sample", {"sampler": sampler, **own}), encoded)
         return {**answer, "sample_sequence_ids": [f"{key}:{n}" for n in range(count)]}
 
     def _sampling(self, params: dict, num_tokens: int) -> Sampling:

@@ -8,6 +8,7 @@ Every method runs on all ranks with the same arguments.
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -185,9 +186,11 @@ class ClientModels:
             raise UserError("optim_step", f"the gradient norm is {norm}, so no weight was changed")
         return {"metrics": {"grad_norm": norm}}
 
-    def save(self, model_id: str, folder: str, path: str, for_sampler: bool, kind: str) -> dict:
+    def save(self, model_id: str, folder: str, path: str, for_sampler: bool, kind: str, overwrite: bool) -> dict:
         """Write weights and optimizer; `for_sampler`, also an adapter or a model for other programs, in hf/."""
         client = self._client(model_id)
+        if os.path.isfile(f"{folder}.{FACTS}") and not overwrite:
+            raise UserError("path", f"{path} exists", "another name, or overwrite")
         self._use(client)
         form, roles = CheckpointForm(hf_weights=for_sampler), {MAIN: (self.model, self.optimizer, self.scheduler)}
         self.strategy.save_ckpt(folder, roles, self.tokenizer, state={}, form=form).finish()
@@ -196,6 +199,13 @@ class ClientModels:
                 json.dump({"rank": client.rank}, file)
         wait_for_all()
         return {"path": path, "type": kind}
+
+    def delete(self, folder: str) -> None:
+        """Delete saved weights, if they are there."""
+        if self.strategy.is_rank_0() and os.path.isfile(f"{folder}.{FACTS}"):
+            os.remove(f"{folder}.{FACTS}")
+            shutil.rmtree(folder)
+        wait_for_all()
 
     def load(self, model_id: str, folder: str, optimizer: bool, path: str) -> dict:
         """Load a saved model into the one of `model_id`, which is made if it is new."""
