@@ -11,8 +11,7 @@ import signal
 import stat
 import sys
 import threading
-import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,30 +114,29 @@ def time_limit(name: str, where: str) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-@contextmanager
-def memory_limit(name: str, where: str) -> Iterator[None]:
-    """Raise UserError for what takes more than limit `name`, in MB of private memory. Main threads of Linux only.
+def within_memory(name: str, where: str, function: Callable[..., Any], *values: Any) -> Any:
+    """The result of `function(*values)`. Raises UserError if it takes more than limit `name`, in MB of private memory.
 
-    Addresses that are only reserved do not count: CUDA reserves more than a machine has. Other threads have the same
-    limit meanwhile, so it is far above what they ask for. It costs 15 microseconds. Source: RLIMIT_DATA in getrlimit(2).
+    Main threads of Linux only. Addresses that are only reserved do not count: CUDA reserves more than a machine has. Other
+    threads have the same limit meanwhile, so it is far above what they ask for. It costs 15 microseconds. Source: RLIMIT_DATA
+    in getrlimit(2).
     """
     before = resource.getrlimit(resource.RLIMIT_DATA)
     if threading.current_thread() is not threading.main_thread() or sys.platform != "linux":
-        yield
-        return
+        return function(*values)
     with open("/proc/self/statm") as file:
         most = int(file.read().split()[5]) * resource.getpagesize() + limit(name) * MB  # data and stack
     if before[0] != resource.RLIM_INFINITY:
         most = min(most, before[0])
     resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
     try:
-        yield
-    except MemoryError as error:
-        traceback.clear_frames(error.__traceback__)  # else the new error holds all that the frames hold
-        gc.collect()  # a template and its context are a circle
-        raise too_large(where, "takes too much memory", name) from None
+        return function(*values)
+    except MemoryError:
+        pass  # raised below: an error from here would hold the frames, and a second try would begin with their memory
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+    gc.collect()  # a template and its context are a circle
+    raise too_large(where, "takes too much memory", name)
 
 
 def is_inside(name: str) -> bool:

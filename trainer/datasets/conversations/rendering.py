@@ -11,7 +11,7 @@ from trainer.datasets.conversations import training_templates
 from trainer.datasets.conversations.content_parts import with_parts
 from trainer.datasets.conversations.control_tokens import encode, inside
 from trainer.errors import UserError
-from trainer.limits import memory_limit, time_limit
+from trainer.limits import time_limit, within_memory
 
 FLAG = "--tokenizer_chat_template"
 UNDEFINED = re.compile(r"'(\w+)' is undefined")
@@ -44,28 +44,34 @@ def render(
     """
     options = {**getattr(tokenizer, "template_args", {}), **options}
     try:
-        with time_limit("template_s", "the chat template"), memory_limit("template_mb", "the chat template"):
-            if not isinstance(tokenizer, PreTrainedTokenizerBase):  # of a row with images
-                out = tokenizer.apply_chat_template(messages, tokenize=tokenize, marks=marks, **options)
-                return out if offsets or marks or not tokenize else out[0]
-            template = chat_template(tokenizer, options.get("tools"))
-            messages = [with_parts(message, template, images=False) for message in messages]
-            if marks:
-                options |= {**training_templates.special_tokens(tokenizer), "return_assistant_tokens_mask": True}
-                texts, blocks = render_jinja_template(conversations=[messages], chat_template=template, **options)
-                text = texts[0]
-            else:
-                text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        with time_limit("template_s", "the chat template"):
+            values = (tokenizer, messages, tokenize, marks, options)
+            out, blocks = within_memory("template_mb", "the chat template", _rendered, *values)
     except (TemplateError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise _refused(error) from None
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return out if offsets or marks or not tokenize else out[0]
     if not tokenize:
-        return text
-    input_ids, places = encode(tokenizer, text)
+        return out
+    input_ids, places = encode(tokenizer, out)
     if not marks:
         return (input_ids, places) if offsets else input_ids
     if not tokenizer.is_fast:
         raise UserError("the chat template", "has {% generation %} markers, which need a fast tokenizer", "one without")
-    return input_ids, places, inside(blocks[0], places)
+    return input_ids, places, inside(blocks, places)
+
+
+def _rendered(tokenizer: Any, messages: list[dict], tokenize: bool, marks: bool, options: dict) -> tuple[Any, list]:
+    """(text, places of its {% generation %} blocks). For a row with images, in place of the text, what its tokenizer gives."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):  # of a row with images
+        return tokenizer.apply_chat_template(messages, tokenize=tokenize, marks=marks, **options), []
+    template = chat_template(tokenizer, options.get("tools"))
+    messages = [with_parts(message, template, images=False) for message in messages]
+    if not marks:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options), []
+    options = options | training_templates.special_tokens(tokenizer) | {"return_assistant_tokens_mask": True}
+    texts, blocks = render_jinja_template(conversations=[messages], chat_template=template, **options)
+    return texts[0], blocks[0]
 
 
 def _refused(error: Exception) -> UserError:
