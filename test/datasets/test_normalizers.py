@@ -5,17 +5,24 @@ The oracle reads each character by itself: what the normalizer makes of it, and 
 
 import unicodedata
 from itertools import groupby
+from types import SimpleNamespace
 
+import datasets
 import pytest
 from tiny_tokenizers import DATA, bpe, byte_tokenizer, stories, template
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 
+from trainer.cli.serve_engine import notes_of_chats
 from trainer.datasets.conversations.templates import render_chat, render_prompt
 from trainer.datasets.conversations.tokens import prompt_and_answer, prompt_tokens
 from trainer.datasets.conversations.turns import continuation_ids
+from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.errors import UserError
+from trainer.runs.api import api_run
 
 END = "<|im_end|>"
+PLAIN = {"input_key": "prompt", "output_key": "completion"}
+PLAIN_KEYS = {"input_key": "q", "output_key": "a"}
 TALK = [
     {"role": "user", "content": " Ein \ufb01ner Tag?\n"},
     {"role": "assistant", "content": " Ja, \ufb01N\n"},
@@ -118,6 +125,59 @@ def test_a_prompt_whose_end_is_dropped_is_refused_and_the_normalizer_named():
             with pytest.raises(UserError, match=r"normalizer \(.*Strip.*\) drops .* at the end of a prompt only"):
                 prompt()
         assert prompt_tokens(tokenizer, "A:")
+
+
+def load(rows: list[dict], tokenizer, **flags) -> list[str]:
+    options = dict.fromkeys(("input_key", "output_key", "input_template", "train_on")) | flags
+    rows = datasets.Dataset.from_list(rows)
+    own = {"apply_chat_template": False, "pretrain_mode": False, "flag": "--dataset", "max_len": 99}
+    return tokenize_sft(rows, tokenizer, **own, **options)[1].lines
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_warns_where_a_prompt_alone_loses_its_end(way, tmp_path, monkeypatch):
+    """The oracle asks the tokenizer alone: is a prompt the beginning of the trained text? It must warn if not."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    tokenizer = with_normalizer(byte_tokenizer(template(END)), WAYS[way][0])
+
+    def is_lost(prompt: str) -> bool:
+        alone, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, prompt + "Ja"))
+        return whole[: len(alone)] == alone and tokenizer.decode(whole[len(alone) :])[:1].isspace()
+
+    opened = tokenizer.apply_chat_template(TALK[2:3], tokenize=False, add_generation_prompt=True)
+    for lost, lines in (
+        (is_lost(opened), load([{"messages": TALK[2:]}], tokenizer)),
+        (is_lost("Q: 5\nA: "), load([{"prompt": "Q: 5\nA: ", "completion": "Ja"}], tokenizer, **PLAIN)),
+        (is_lost("A: "), load([{"q": "5", "a": "Ja"}], tokenizer, input_template="{}A: ", **PLAIN_KEYS)),
+        (False, load([{"q": "5", "a": "Ja"}], tokenizer, input_template="{}A:", **PLAIN_KEYS)),
+    ):
+        warned = [line for line in lines if "Strip" in line and "at the end of a prompt only, so rollouts" in line]
+        assert len(warned) == lost, (lost, lines)
+    assert is_lost(opened) == (way in ("Strip", "Strip right", "Sequence"))
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text("{}")
+    assert len(notes_of_chats(str(tmp_path / "model"), False)) == is_lost(opened)
+    assert said_by_serve_train(tokenizer, monkeypatch) == is_lost(opened)
+
+
+def said_by_serve_train(tokenizer, monkeypatch) -> int:
+    """The number of warnings that serve_train prints before it loads the model."""
+    said, args = (
+        [],
+        SimpleNamespace(length=SimpleNamespace(max_len=9), lora=None, output=SimpleNamespace(output_dir="x")),
+    )
+    args.model = None
+    setup = SimpleNamespace(tokenizer=tokenizer, strategy=SimpleNamespace(print=said.append), folder="x")
+
+    def load_model(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(api_run, "set_up", lambda *_, **__: setup)
+    monkeypatch.setattr(api_run, "broadcast_object", lambda value: value)
+    monkeypatch.setattr(api_run, "load_model", load_model)
+    with pytest.raises(InterruptedError):
+        api_run.serve(args, None, None)
+    return len([line for line in said if "at the end of a prompt only" in line])
 
 
 def test_no_text_becomes_a_control_token_by_a_normalizer():

@@ -57,9 +57,23 @@ def run(argv: list[str]) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # so that its processes run the end of this file
     from vllm.entrypoints.launchers.api_server.entry import main as vllm_main  # an optional extra
 
+    for line in notes_of_chats(args.pretrain, args.trust_remote_code):
+        print(line, flush=True)
     sys.argv = ["serve_engine", *server_flags(args)]
     threading.Thread(target=end_with_engine, daemon=True).start()
     vllm_main()
+
+
+def notes_of_chats(folder: str, trust_remote_code: bool) -> set[str]:
+    """What vLLM's chats lose: it renders and tokenizes a prompt alone. The tokens that `train_ppo` sends stay as they are."""
+    from trainer.datasets.conversations.templates import notes_of_template  # --help does not need transformers
+    from trainer.models.model_loading import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(folder, trust_remote_code)
+    except UserError:  # vLLM says what it cannot read
+        return set()
+    return notes_of_template(tokenizer) if tokenizer.chat_template else set()
 
 
 def end_with_engine() -> None:

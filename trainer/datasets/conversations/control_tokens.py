@@ -15,6 +15,7 @@ from trainer.errors import UserError, one_line
 
 BREAK = "\ufdd0"  # a noncharacter of Unicode: no text holds it, and no template or tokenizer reads it
 CONTROL_LIKE = re.compile(r"<[|｜].*[|｜]>")  # an added token of such a form is a control token, special or not
+KEEPS_END = "a tokenizer that keeps it, or a prompt or chat template that does not end with it"
 NO_TEXT = "holds a control token that this tokenizer cannot read as text"
 # by tokenizer: its number of tokens, the pattern, and the control tokens (id: text) that it finds in normalized texts
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -38,7 +39,7 @@ def _controls(tokenizer: Any) -> tuple[re.Pattern | None, dict[int, str]]:
         texts = {str(token) for token in added.values()} | set(tokenizer.all_special_tokens)
         texts = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
-        changes = tokenizer.is_fast and tokenizer.backend_tokenizer.normalizer is not None
+        changes = changes_texts(tokenizer)
         found = [pattern, {number: str(token) for number, token in added.items() if changes and token.normalized}]
         _known[tokenizer] = len(tokenizer), *found
     return tuple(found)
@@ -164,11 +165,31 @@ def check_end(tokenizer: Any, text: str, offsets: list[tuple[int, int]]) -> None
     Raises: UserError if the normalizer drops the end here, but not before an answer (Strip). The answer would then follow
     other ids than in training.
     """
+    if found := dropped_end(tokenizer, text, offsets):
+        raise UserError("the tokenizer", f"its {found}", KEEPS_END)
+
+
+def dropped_end(tokenizer: Any, text: str, offsets: list[tuple[int, int]]) -> str | None:
+    """What the normalizer drops at the end of a prompt with these tokens, but not before an answer. None: nothing."""
     end = offsets[-1][1] if offsets else len(text)
     if end < len(text) and any(end < last <= len(text) for _, last in encode(tokenizer, text + "x")[1]):
-        found = f"its normalizer ({_normalizers(tokenizer)}) drops {whole(text[end:])!r} at the end of a prompt only"
-        wanted = "a tokenizer that keeps it, or a prompt or chat template that does not end with it"
-        raise UserError("the tokenizer", found, wanted)
+        return f"normalizer ({_normalizers(tokenizer)}) drops {whole(text[end:])!r} at the end of a prompt only"
+    return None
+
+
+def notes_of_end(tokenizer: Any, text: str, opens: bool) -> set[str]:
+    """The warning for a prompt whose end gets lost if it is tokenized without its answer. See `encode` for `opens`."""
+    if not text[-1:].isspace() or not changes_texts(tokenizer):
+        return set()
+    found = dropped_end(tokenizer, text, encode(tokenizer, text, opens=opens)[1])
+    places = "so rollouts and servers give the model other ids than training"
+    return {f"WARNING: the tokenizer's {found}, {places}; use {KEEPS_END}"} if found else set()
+
+
+def changes_texts(tokenizer: Any) -> bool:
+    """Whether a tokenizer has a normalizer, which changes a text before it cuts it."""
+    own = getattr(tokenizer, "of_texts", tokenizer)
+    return own.is_fast and own.backend_tokenizer.normalizer is not None
 
 
 def _normalizers(tokenizer: Any) -> str:

@@ -14,8 +14,10 @@ from trainer.datasets.conversations import training_templates
 from trainer.datasets.conversations.control_tokens import (
     broken,
     broken_messages,
+    changes_texts,
     check_end,
     is_escaped,
+    notes_of_end,
     reads_controls,
     whole,
 )
@@ -33,6 +35,7 @@ RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TAKES_CALLS_WITHOUT_CONTENT = re.compile(r"content'?\]? is none")
 _frames: dict[tuple[str, ...], str] = {}  # by template and special tokens
+_ends: dict[tuple, set[str]] = {}  # by template, its arguments, tools and normalizer
 MARK_OF_TURN = re.compile(r"<[|｜][^\s<>{}'\"]+[|｜]>|<(?:start|end)_of_turn>|<turn[|]>|<[|]turn>")
 
 
@@ -203,6 +206,22 @@ def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None = Non
     input_ids, offsets = render(tokenizer, messages, add_generation_prompt=True, tools=tools, offsets=True)
     check_end(tokenizer, text, offsets)
     return input_ids
+
+
+def notes_of_template(tokenizer: Any, tools: list | None = None) -> set[str]:
+    """The warning for a template whose prompts lose their end where they are tokenized without an answer (Strip)."""
+    if not changes_texts(tokenizer):
+        return set()
+    normalizer = repr(getattr(tokenizer, "of_texts", tokenizer).backend_tokenizer.normalizer)
+    key = (chat_template(tokenizer, tools), repr(getattr(tokenizer, "template_args", None)), bool(tools), normalizer)
+    if key not in _ends:
+        asked = [{"role": "user", "content": "x"}]
+        try:
+            text = render(tokenizer, asked, tokenize=False, add_generation_prompt=True, tools=tools)
+        except UserError:  # a template may refuse this conversation but accept the rows
+            text = ""
+        _ends[key] = notes_of_end(tokenizer, text, opens=False)
+    return _ends[key]
 
 
 def _check_shown(tokenizer: Any, messages: list[dict], tools: list | None, text: str) -> None:

@@ -14,11 +14,12 @@ from trainer.datasets.conversations.control_tokens import (
     encode,
     first_behind,
     is_control,
+    notes_of_end,
 )
 from trainer.errors import UserError
 
 # Raise this number if the same rows and options would give other tokens: an older cache file must not be used.
-TOKENIZER_VERSION = 9
+TOKENIZER_VERSION = 10
 SET_BY_FLAGS = ("template_args", "reads_control_tokens")  # attributes of a tokenizer; see `prepare_tokenizer`
 
 
@@ -88,6 +89,11 @@ def prompt_and_answer(
         input_ids += encode(tokenizer, text[len(framed) :])[0]
     input_ids = _with_eos(tokenizer, input_ids, start)
     return input_ids, [0] * start + [trained] * (len(input_ids) - start)
+
+
+def notes_of_prompt(tokenizer: Any, prompt: str, input_template: str | None) -> set[str]:
+    """The warning for a prompt of `prompt_and_answer` whose end is lost where it is tokenized alone."""
+    return notes_of_end(tokenizer, _framed(tokenizer, prompt, input_template), opens=True)
 
 
 def trains_stop(tokenizer: Any, input_ids: list[int], loss_mask: list[int]) -> bool:

@@ -10,8 +10,13 @@ from datasets import Dataset
 from trainer.datasets.batches.packing import collate_packed, collate_padded
 from trainer.datasets.conversations.messages import TRAIN, tools_of
 from trainer.datasets.conversations.rendering import chat_template
-from trainer.datasets.conversations.templates import arguments_of_row, render_chat
-from trainer.datasets.conversations.tokens import check_input_template, prompt_and_answer, whole_text
+from trainer.datasets.conversations.templates import arguments_of_row, notes_of_template, render_chat
+from trainer.datasets.conversations.tokens import (
+    check_input_template,
+    notes_of_prompt,
+    prompt_and_answer,
+    whole_text,
+)
 from trainer.datasets.samples.ledger import Ledger, control_note, keep
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE, lines_of
@@ -85,6 +90,7 @@ def tokenize_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOpti
 def _text_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOptions):
     if row["prompt"] is None:  # whole texts: the part that both share cancels in every preference
         return whole_text(tokenizer, row[part])
+    row.notes.facts |= notes_of_prompt(tokenizer, row["prompt"], options.input_template)
     return prompt_and_answer(tokenizer, row["prompt"], row[part], options.input_template)
 
 
@@ -95,6 +101,7 @@ def _chat_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOptions
     if not messages or messages[-1]["role"] != "assistant":
         raise UserError(row.where[part], "does not end with an assistant message", "an answer")
     with arguments_of_row(tokenizer, row.get(TEMPLATE_ARGS)):
+        row.notes.facts |= notes_of_template(tokenizer, tools)
         if not messages[-1]["content"].strip() and not messages[-1].get("tool_calls"):
             # an empty answer has no loss token: an earlier turn must not be trained instead
             return render_chat(tokenizer, messages[:-1], multiturn=False, tools=tools)[0], []

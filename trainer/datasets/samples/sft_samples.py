@@ -14,11 +14,12 @@ from trainer.datasets.batches.global_batches import column_of
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.messages import tools_of
 from trainer.datasets.conversations.rendering import chat_template
-from trainer.datasets.conversations.templates import arguments_of_row, loss_of, render_chat
+from trainer.datasets.conversations.templates import arguments_of_row, loss_of, notes_of_template, render_chat
 from trainer.datasets.conversations.tokens import (
     TOKENIZER_VERSION,
     check_input_template,
     digest_of,
+    notes_of_prompt,
     prompt_and_answer,
     tokenizer_state,
     trains_stop,
@@ -266,6 +267,7 @@ def tokenize_row(
 
 
 def _from_parts(row: ReadRow, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
+    row.notes.facts |= notes_of_prompt(tokenizer, row["prompt"], options.input_template)
     return prompt_and_answer(tokenizer, row["prompt"], row["answer"], options.input_template)
 
 
@@ -281,6 +283,7 @@ def _from_chat(row: ReadRow, tokenizer: Any, options: _Options) -> tuple[list[in
     multiturn = options.train_on == "all"
     row.notes.facts.add(loss_of(messages, multiturn))
     with arguments_of_row(tokenizer, row.get(TEMPLATE_ARGS)):
+        row.notes.facts |= notes_of_template(tokenizer, tools)
         return render_chat(tokenizer, messages, multiturn=multiturn, tools=tools)
 
 

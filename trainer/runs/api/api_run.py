@@ -8,6 +8,7 @@ from queue import SimpleQueue
 
 from transformers import AutoModelForCausalLM
 
+from trainer.datasets.conversations.templates import notes_of_template
 from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.distributed.collectives import broadcast_object
 from trainer.errors import UserError
@@ -30,6 +31,8 @@ def serve(args: SFTArguments, server, limits: HTTPLimits) -> None:
     setup = set_up("train_sft", args, longest=args.length.max_len, rolls_out=True)
     strategy, flags = setup.strategy, args.lora
     folder = broadcast_object(args.output.output_dir or time.strftime("runs/serve_train-%Y%m%d-%H%M%S"))
+    for line in notes_of_template(setup.tokenizer) if setup.tokenizer.chat_template else ():
+        strategy.print(line)  # clients tokenize prompts alone
     model = load_model(args.model, setup, setup.folder, AutoModelForCausalLM)
     if flags.lora_rank:
         add_adapter_of_flags(flags, strategy, model, args.model.pretrain)
