@@ -13,6 +13,7 @@ from trainer.errors import Interrupted, UserError
 from trainer.mirrors import Mirrors
 
 METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"  # the samples of train_ppo
 MOST_WAITING = 100  # rows that wait for a disk with space, until the run saves and ends
 # dense bf16 peak FLOP/s by words of the device's name, from the makers' data sheets; the first entry that fits counts
 PEAK_FLOPS = (

@@ -31,10 +31,13 @@ def unique(pairs: list[tuple[str, Any]], kind: type[dict] = dict) -> dict:
     return found
 
 
+DECODER = json.JSONDecoder(object_pairs_hook=lambda pairs: unique(pairs, AsWritten))
+
+
 def json_text(text: str) -> Any:
     """The value of JSON that a text of a row holds. Raises ValueError if it is none, UserError for a key twice."""
     try:
-        return json.loads(text, object_pairs_hook=lambda pairs: unique(pairs, AsWritten))
+        return DECODER.decode(text)
     except Twice as error:
         raise UserError("a text of JSON", str(error), "each key once") from None
 

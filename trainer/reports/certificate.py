@@ -16,7 +16,7 @@ from trainer.checkpoints import checkpoint_store as store
 from trainer.datasets.files.loading import local_paths
 from trainer.errors import UserError
 from trainer.limits import lines_of, read_text
-from trainer.metrics import METRICS_FILE
+from trainer.metrics import METRICS_FILE, ROLLOUTS_FILE
 from trainer.reports import signature
 from trainer.reports.run_rows import up_to
 
@@ -31,7 +31,7 @@ PARTS = {
     "files": dict, "saved_models": dict, "checkpoints": dict, "resumed_after_steps": list, "total_steps": int,
 }  # fmt: skip
 SEALS = ("blake2b", "signature")
-RUN_FILES = (METRICS_FILE, "config.yaml", "rollouts.jsonl")
+RUN_FILES = (METRICS_FILE, "config.yaml", ROLLOUTS_FILE)
 
 
 # --- the parts

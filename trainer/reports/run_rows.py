@@ -7,9 +7,8 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.limits import lines_of
-from trainer.metrics import METRICS_FILE
+from trainer.metrics import METRICS_FILE, ROLLOUTS_FILE
 
-ROLLOUTS_FILE = "rollouts.jsonl"
 TAIL_BYTES = 1 << 18  # enough for the last rollout samples; the file may hold gigabytes
 
 

@@ -19,8 +19,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from trainer.distributed.collectives import broadcast_object
+from trainer.metrics import ROLLOUTS_FILE
 from trainer.rollout.placement import hold, without_tokens
-from trainer.rollout.rollouts_file import ROLLOUTS_FILE, as_row, sample_of
+from trainer.rollout.rollouts_file import as_row, sample_of
 from trainer.rollout.samples import Sample
 
 AHEAD_FOLDER = "ahead"

@@ -13,12 +13,11 @@ import torch
 from trainer.datasets.samples.bounds import Bounds, check_ids_of_row, check_sample
 from trainer.errors import UserError
 from trainer.limits import lines_of
-from trainer.metrics import MetricsLog
+from trainer.metrics import ROLLOUTS_FILE, MetricsLog
 from trainer.rollout.placement import write_by_rank_0
 from trainer.rollout.rewards.reward_functions import LARGEST_SCORE
 from trainer.rollout.samples import Sample
 
-ROLLOUTS_FILE = "rollouts.jsonl"
 FLAG = "--rollouts_from"
 SHOWN = 8  # samples of a rollout in the table of wandb and TensorBoard
 # keys of every row, named as the fields of a Sample. Keys of features are only in rows that have such values.

@@ -12,7 +12,7 @@ from typing import Optional
 
 from trainer.errors import UserError
 from trainer.flags.common_flags import OutputArguments
-from trainer.metrics import METRICS_FILE
+from trainer.metrics import METRICS_FILE, ROLLOUTS_FILE
 from trainer.mirrors import TRACKERS
 
 LOCK_FILE = ".lock"
@@ -60,7 +60,7 @@ def open_folder(folder: str, overwrite: bool, resumes: bool) -> None:
     check_free(folder, overwrite, resumes)
     if holds_run(folder) and not resumes:
         lock_folder(folder)
-        files = f"{METRICS_FILE} config.yaml certificate.json rollouts.jsonl"
+        files = f"{METRICS_FILE} config.yaml certificate.json {ROLLOUTS_FILE}"
         for name in f"{files} tensorboard checkpoints evaluations ahead judge_cache base".split():
             path = os.path.join(folder, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)

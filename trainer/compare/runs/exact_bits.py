@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from trainer.metrics import METRICS_FILE
+from trainer.metrics import METRICS_FILE, ROLLOUTS_FILE
 from trainer.reports.dump_files import GRADIENTS, WEIGHTS, open_dump
-from trainer.reports.run_rows import ROLLOUTS_FILE
 
 CURVES = {"loss": "losses", "grad_norm": "gradient norms", "lr": "learning rates"}
 OF_SAMPLES = ("prompt_ids", "response_ids", "log_probs", "score")

@@ -15,14 +15,13 @@ from trainer.datasets.files.input_checks import check_file
 from trainer.datasets.files.mixing import joined, parse_probs
 from trainer.datasets.files.tar_files import open_tar_files
 from trainer.datasets.library import one_line
-from trainer.datasets.rows import AsWritten, unique
+from trainer.datasets.rows import DECODER
 from trainer.errors import UserError
 
 LINE = "(line)"  # the column of JSON that is not parsed yet; files of the other kinds have other columns
 PLACE = "(place)"
 KINDS = {".jsonl": "text", ".parquet": "parquet", ".tar": "tar"}
 COMPRESSED = (".zst", ".gz")
-DECODER = json.JSONDecoder(object_pairs_hook=lambda pairs: unique(pairs, AsWritten))
 CHUNK_BYTES = 1 << 20  # of lines that are read at a time
 ALLOWED = "files *.jsonl, *.parquet or *.tar (also *.jsonl.zst and so on), folders or URLs of them"
 
