@@ -1,9 +1,10 @@
-"""Tiny random models of seven kinds, for the table of docs/exact.md: `python test/exact_models.py FOLDER TOKENIZER`.
+"""Tiny random models of eight kinds, for the table of docs/exact.md: `python test/exact_models.py FOLDER TOKENIZER`.
 
 The tokenizer of stories260K has 512 words. Norms and biases are random, since ones and zeros would hide a wrong factor.
 """
 
 import sys
+from collections.abc import Collection
 
 import torch
 from tiny_models import COMMON
@@ -15,6 +16,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -28,17 +30,18 @@ CONFIGS = {
         query_pre_attn_scalar=8,
     ),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=8),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
     "gemma": lambda: GemmaConfig(**SIZES),
     "gpt2": lambda: GPT2Config(vocab_size=512, n_positions=512, n_embd=32, n_layer=3, n_head=4, initializer_range=0.2),
 }  # fmt: skip
 
 
-def save_models(folder: str, tokenizer_folder: str) -> None:
+def save_models(folder: str, tokenizer_folder: str, names: Collection[str] = CONFIGS) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    for name, config in CONFIGS.items():
+    for name in names:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:

@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.nn.functional as F
+from exact_models import save_models
 from launch import forked, train_many
 from safetensors.torch import save_file
 from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
@@ -368,13 +369,18 @@ def test_layouts_have_equal_bits_and_so_has_a_resume_on_another(shared_data, tmp
         return of(name, "--load_checkpoint", str(tmp_path / source / "checkpoints/step_1"))
 
     alone, lora = ["f-mb3-packed", "z2-mb1"], ["z0-lora", "f-lora-mb3", "z2-lora-recomputed", "z3-lora"]
-    train_many(1, [of(alone[0], "--save_steps", "1"), of(alone[1]), of(lora[0], "--save_steps", "1")], tmp_path, 300)
+    save_models(str(tmp_path), f"{shared_data}/models/stories260K-hf", ["mixtral"])
+    experts = ["f-experts", "z3-experts"]
+    of_experts = [of(name, "--pretrain", str(tmp_path / "mixtral")) for name in experts]
+    first = [of(alone[0], "--save_steps", "1"), of(alone[1]), of(lora[0], "--save_steps", "1")]
+    train_many(1, [*first, of_experts[0]], tmp_path, 300)
     pair = ["f-mb1", "z0-mb3-packed", "z1-tp2", "z3-mb3-recomputed", "f-tp2-recomputed"]
     pair += ["f-ring2-mb3", "z1-ring2-packed", "z3-ulysses2-recomputed"]
     later = [resumed("z3-tp2-resumed", alone[0]), resumed("f-lora-resumed", lora[0])]
-    train_many(2, [*map(of, [*pair, *lora[1:]]), *later], tmp_path, 300)
+    train_many(2, [*map(of, [*pair, *lora[1:]]), *later, of_experts[1]], tmp_path, 300)
     four = ["f-tp2-ring2", "z2-ring2-packed", "z3-ulysses4"]
     train_many(4, list(map(of, four)), tmp_path, 300)
+    assert first_difference(*(bits_of(tmp_path / name) for name in experts)) is None
     for names, resumed_name in (([*alone, *pair, *four], "z3-tp2-resumed"), (lora, "f-lora-resumed")):
         expected = bits_of(tmp_path / names[0])
         assert len(expected.tensors) == 2 and all(expected.tensors.values())

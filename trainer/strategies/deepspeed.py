@@ -163,6 +163,7 @@ class DeepspeedStrategy:
         engine, wrapped, _, _ = initialize(model=model, optimizer=optimizer, config=config)
         if self.options.exact:
             fix_products(model, kinds, self.meshes.params["tp"], self.exact.split)
+            given_gradients.without_leaf_hooks(wrapped)
         self._note_reached(model)
         if self.param_dtype != torch.float32:
             if self.zero_stage == 0:

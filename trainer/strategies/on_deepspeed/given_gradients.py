@@ -21,6 +21,12 @@ def only_autograd(engine) -> Iterator[None]:
             engine.optimizer.exit_backward()
 
 
+def without_leaf_hooks(optimizer) -> None:
+    """Remove the hooks by which ZeRO 3 reduces the gradients of experts. They may not run inside `only_autograd`."""
+    for hook in getattr(optimizer, "_leaf_module_hooks", ()):
+        hook.remove()
+
+
 @torch.no_grad()
 def set_gradients(engine, grads: dict[str, torch.Tensor], stage: int, are_parts: bool = False) -> None:
     """Give the engine fp32 gradients by name for its next `step`: whole and equal on all ranks, or its own parts."""
