@@ -25,8 +25,8 @@ Search this page for the name of your model. A model of another name belongs to 
 
 Each row is a tiny random model of one architecture, with every kind of layer that the published models have. Each cell is
 a run of `train_sft` on it, in fp32, on CPU. The run is compared with the plain single-process loop: the losses to 1e-5,
-the gradients of the first step and the final weights to 1e-4. The last column is a step of `train_ppo`: the log-probs of the
-rollout engine and of the policy must agree.
+the gradients of the first step and the final weights to 1e-4. The column `rl` is a step of `train_ppo`: the log-probs of the
+rollout engine and of the policy must agree. The last two columns compare the bits of runs with [`--exact`](exact.md).
 
 - **yes**: the run gives what the plain loop gives.
 - **no**: the trainer refuses it before the first step, in one line. [The reasons](#reasons) are below the tables.
@@ -86,6 +86,7 @@ def page_text(results: dict) -> str:
     parts += [
         "",
         "`save` is the model that `fsdp2-2r` saves. transformers must load it, with the names of the source and the final weights.",
+        "`exact` is FSDP2 on 1 rank and ZeRO 3 on 2 ranks. `exact-split` is tensor parallelism and a ring on 2 ranks. All bits are equal.",
         AGAIN,
     ]
     parts += [_reasons("Wrong and crashing cells", ("wrong", "crash"), results["models"])]

@@ -6,7 +6,7 @@
 
 Each cell is a run of train_sft on a tiny random model, in fp32, on CPU. It is compared with the plain single-process
 loop: losses, gradients of the first step, final weights. The cell rl is a step of train_ppo: engine and policy must
-agree. scripts/docs/zoo_page.py writes docs/models.md from the results.
+agree. The cells exact and exact-split compare the bits of layouts of --exact. scripts/docs/zoo_page.py writes docs/models.md from the results.
 Exit code: 0 if no cell is wrong or crashes, 1 if one does, 2 if nothing could be run.
 """
 
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from trainer.compare.runs.many_runs import run_here
 from trainer.compare.runs.matrix import Configuration
 from trainer.compare.runs.parity import Comparison, Thresholds, compare_runs
 from trainer.compare.zoo.tiny import randomize
+from trainer.compare.zoo.zoo_exact import EXACT, EXACT_SPLIT, judge_exact, run_exact
 from trainer.compare.zoo.zoo_models import SKIPPED, tiny_config, zoo_names
 from trainer.compare.zoo.zoo_rl import RL, judge_rl, run_rl
 from trainer.datasets.demos.demo import make_demo
@@ -57,6 +59,8 @@ CONFIGURATIONS = (
     Configuration("lora", 2, (*FSDP2, *LORA)),
     Configuration(SAVE, 2, FSDP2),
     RL,
+    EXACT,
+    EXACT_SPLIT,
 )
 BATCHES = "--max_samples 16 --max_len 64 --train_batch_size 8 --micro_train_batch_size 2 --max_steps 2"
 TRAINING = (
@@ -278,6 +282,8 @@ def _reference(flags: tuple[str, ...], work_dir: Path, folder: Path, timeout: fl
 def _train(configuration: Configuration, run: str, work_dir: Path, folder: Path, timeout: float) -> Ending:
     if configuration == RL:
         return run_rl(work_dir, folder, timeout)
+    if configuration in (EXACT, EXACT_SPLIT):
+        return run_exact(configuration, partial(_flags, work_dir, folder), folder, timeout)
     flags = [*_flags(work_dir, folder, run), *configuration.args, *([] if run == SAVED_RUN else ["--no_save"])]
 
     return run_ranks(lambda: run_here("train_sft", flags), configuration.nproc, folder / f"{run}.log", timeout)
@@ -287,6 +293,8 @@ def _judge(configuration: Configuration, run: str, reference: Ending, ending: En
     """(verdict, note): pass, refused, wrong, crash, or unchecked where the plain loop fails."""
     if configuration == RL:
         return judge_rl(ending, folder)
+    if configuration in (EXACT, EXACT_SPLIT):
+        return judge_exact(configuration, ending, folder)
     if reference.kind != "done" and ending.kind == "done":
         return "unchecked", f"it runs, and the plain loop fails: {reference.text}"
     verdict, note = judge_run(run, ending, folder, _reference_name(_adapter_flags(configuration)))
