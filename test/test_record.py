@@ -136,6 +136,14 @@ def test_a_wrong_gradient_norm_and_wrong_weights_are_no_equality(inputs, tmp_pat
     ]
 
 
+def test_the_steps_of_a_run_that_ends_early_are_named(inputs, tmp_path):
+    condition, (name, _, weights) = cases.CONDITIONS["last short batch"], judge.MEANS[0]
+    curve, _, final = judge.plain_curve(inputs, condition, weights=weights)
+    write_run(tmp_path, curve[:1], final)
+    note = f"1 steps are logged, the data gives 2; those are equal to {name}"
+    assert judge.judge(inputs, tmp_path, condition) == {"verdict": "wrong", "note": note}
+
+
 def test_a_rounded_log_is_judged_with_its_rounding():
     assert judge.distance(-1.0, -2.0, 0.0) == 0.5, "a loss below 0"
     assert judge.rounding([3.1416, 3.5]) == 5e-5 and judge.rounding([3.14159265, 4.5]) == 0.0

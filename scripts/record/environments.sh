@@ -13,8 +13,8 @@ make() { # NAME PACKAGES...
     touch "$FOLDER/$1/done"
 }
 
-make trl trl==1.16.0 transformers==5.19.0 peft datasets torch==2.13.0
-make llamafactory llamafactory==0.9.5 transformers==5.6.0 torch==2.13.0
-make swift ms-swift==4.6.0 transformers==5.19.0 torch==2.13.0
+make trl trl==1.16.0 transformers==5.19.0 peft datasets deepspeed==0.19.8 torch==2.13.0
+make llamafactory llamafactory==0.9.5 transformers==5.6.0 deepspeed==0.19.8 torch==2.13.0
+make swift ms-swift==4.6.0 transformers==5.19.0 deepspeed==0.19.8 torch==2.13.0
 make axolotl axolotl==0.19.0 transformers==5.16.1 torch==2.13.0
 make oumi oumi==0.9 trl==1.6.0 transformers==5.16.1 torch==2.10.0

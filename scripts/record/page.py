@@ -10,12 +10,11 @@ from judge import LOSS_LIMIT, NORM_LIMIT, WEIGHT_LIMIT
 from methods import METHODS
 
 DOCS = Path(__file__).parents[2] / "docs"
+COLOURS = {"equal": "🟩", "convention": "🟦", "wrong": "🟥", "refused": "⬜"}  # the site shows a square instead
+WORDS = {"equal": "equal", "convention": "convention", "wrong": "differs", "refused": "refuses", "none": "not offered"}
 SIGNS = {
-    "equal": "🟩 equal",
-    "convention": "🟦 convention",
-    "wrong": "🟥 differs",
-    "refused": "⬜ refuses",
-    "none": "– not offered",
+    verdict: f'<span class="verdict {verdict}">{COLOURS[verdict]}</span> {word}' if verdict in COLOURS else f"– {word}"
+    for verdict, word in WORDS.items()
 }
 OPENING = f"""# The record
 
@@ -35,10 +34,10 @@ DPO and reward models train on 8 or 11 pairs, with the mean over the pairs of a 
 responses each, with the mean over the tokens of a step. The plain loop takes one sequence at a time here too.
 """
 CLOSING = """
-- **🟩 equal**: within the limits. The number is the worst relative difference of a loss.
-- **🟦 convention**: equal to the plain loop with another choice, which the notes name.
-- **🟥 differs**: not equal. The notes name the mistake of the plain loop that gives the same numbers, if one does.
-- **⬜ refuses**: the trainer ends with an error on this machine.
+- <span class="verdict equal">🟩</span> **equal**: within the limits. The number is the worst relative difference of a loss.
+- <span class="verdict convention">🟦</span> **convention**: equal to the plain loop with another choice, which the notes name.
+- <span class="verdict wrong">🟥</span> **differs**: not equal. The notes name the mistake of the plain loop that gives the same numbers, if one does.
+- <span class="verdict refused">⬜</span> **refuses**: the trainer ends with an error on this machine.
 - **– not offered**: the trainer has no such feature.
 
 The limits are relative. Where a log rounds its values, the rounding is allowed too. Five cells of axolotl have one cause: these
@@ -56,15 +55,21 @@ FINDINGS = """
   `model_accepts_loss_kwargs` to False if the inner model's `forward` has no argument of the name `num_items_in_batch`. The models of
   transformers take this count through `**kwargs`. So the count over all micro-batches is not used, and a step is a mean of means.
   The smallest input is two micro-batches with different numbers of loss tokens. With accumulation 1, or with packed rows, it is equal.
-- **axolotl 0.19.0, last short batch.** 11 rows, 8 rows a step and 4 epochs are 8 steps. The run ends after 6 steps, also with pairs.
+- **axolotl 0.19.0, last short batch.** 11 rows, 8 rows a step and 4 epochs are 8 steps: each epoch ends with a step of 3 rows. The run
+  ends after 6 steps. The fourth epoch is not trained, without a word. `calculate_total_num_steps` (`axolotl/utils/trainer.py`) takes
+  11 x 4 / 8, rounded up. `core/builders/base.py` gives that to the HF Trainer as `max_steps`. For pairs, `common/datasets.py` has the same
+  formula. The smallest input is 3 rows, 2 rows a step and 2 epochs: 3 of 4 steps.
 - **Evaluation.** The HF Trainer 5.19, TRL, axolotl and Oumi average the means of batches, weighted by rows. LLaMA-Factory and ms-swift average
   them without weights. Batches with more loss tokens count too little. The training loss is not touched.
 - **The line break behind a turn.** LLaMA-Factory and ms-swift have a `chatml` template of their own. It also trains the line break
   after `<|im_end|>`. The template of the model ends the trained part at `<|im_end|>`, but they do not read it. The plain loop with
   their choice has equal numbers.
-- **Oumi 0.9.** Its recipes train with TRL's `SFTTrainer` (here TRL 1.6), on rows that Oumi renders and masks. With `pack: true` its packed
-  dataset gives no sequence for the eight rows, and the run ends with `StopIteration` before the first step. The cause was not found.
-  With two ranks, its `init_distributed` asks for a GPU by `torch.cuda.set_device`.
+- **Oumi 0.9, packing.** With `pack: true`, `PretrainingAsyncTextDataset` has one queue for all its iterators. Oumi reads a first example in
+  `oumi/train.py`, and TRL reads another one. The eight rows fill one sequence. So the second reader meets the end mark of the first:
+  `StopIteration`, before the first step. Each input that fills one sequence does it. With more sequences it runs, but its labels are all
+  ids: `assistant_only` is lost.
+- **Oumi 0.9, 2 ranks.** Its `init_distributed` asks for a GPU by `torch.cuda.set_device`.
+- **Oumi 0.9, DPO.** Its recipes train with TRL's trainers (here TRL 1.6), on rows that Oumi renders and masks. So its DPO has TRL's mean.
 - **TRL 1.16, DPO and reward model, last short batch.** `DPOTrainer` and `RewardTrainer` take the mean over a micro-batch, and the HF
   Trainer divides it by the number of micro-batches. The last step has micro-batches of two pairs and one pair. So the lone pair counts
   twice. The smallest input is three pairs with micro-batches of two. Full micro-batches are equal.
@@ -82,6 +87,8 @@ FINDINGS = """
   this is a choice. With the log-probs of an engine, the two are divided by each other. `GRPOConfig` asks vLLM for
   `processed_logprobs`, and these are over the kept tokens. So each token counts by the kept mass, in place of 1. The page gives TRL such
   log-probs through `rollout_func`, with `vllm_importance_sampling_mode="token_truncate"`. vLLM itself does not run.
+- **Tensor parallelism 2.** TRL and LLaMA-Factory shard by AutoTP of DeepSpeed 0.19.8, as the docs of transformers say. `ParallelismConfig`
+  of accelerate refuses a CPU.
 - **Reward models of this trainer, LLaMA-Factory, ms-swift and axolotl.** The score is that of the last token, as in transformers. With a
   chat template, it is the line break behind the answer. TRL gets token ids without it.
 
@@ -92,10 +99,10 @@ These mistakes were reported for trainers of the field. Where no peer here shows
 | Report | Where it is found |
 |---|---|
 | mean of means under accumulation | axolotl, "accumulation 4, uneven lengths" |
-| DPO with uneven batches | TRL, LLaMA-Factory and ms-swift, "DPO, last short batch" |
+| DPO with uneven batches | TRL, Oumi, LLaMA-Factory and ms-swift, "DPO, last short batch" |
 | log-probs over the full vocabulary against a truncated sampler | TRL, "GRPO, top-k sampling, log-probs of the engine" |
 | evaluation as a mean of batch means | LLaMA-Factory and ms-swift, "evaluation, uneven batches" |
-| loss of a reward model that depends on the tensor-parallel size | planted in `test/test_record.py`; TRL refuses tensor parallelism on a CPU |
+| loss of a reward model that depends on the tensor-parallel size | planted in `test/test_record.py`; TRL and LLaMA-Factory are equal in fp32 |
 """
 REPEAT = """
 ## Repeat it
@@ -117,7 +124,7 @@ welcome as an issue, with the settings that you expect.
 
 - A resume within an epoch: here an epoch is one step, except in "last short batch".
 - GPU kernels, bf16 and FlashAttention: all runs are fp32 on a CPU. A refusal here may be no refusal there.
-- GRPO and tensor parallelism with LLaMA-Factory, ms-swift and axolotl; pairs and rollouts with Oumi.
+- GRPO with ms-swift, axolotl and Oumi, which take their samples themselves. Tensor parallelism with ms-swift and axolotl.
 - verl 0.9.1 asks for a GPU's memory when its SFT trainer starts: `AssertionError: Torch not compiled with CUDA enabled`.
 - OpenRLHF 0.11.2 asks for a GPU when its SFT trainer starts: `RuntimeError: Found no NVIDIA driver on your system`, from
   `torch.cuda.set_device`. It imports flash-attn 2.8.3, whose package installs with `FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE` and imports with
@@ -134,7 +141,10 @@ def cell_text(cell: dict | None) -> str:
 
 
 def row(trainer: str, cells: dict, conditions: dict) -> str:
-    versions = sorted({f"{cell['version']}, {cell['date']}" for name, cell in cells.items() if name in conditions})
+    cells, dates = {name: cell for name, cell in cells.items() if name in conditions}, {}
+    for cell in cells.values():
+        dates.setdefault(cell["version"], set()).add(cell["date"].replace("-", "&#8209;"))  # a date does not break
+    versions = [f"{version}, {' to '.join(sorted({min(days), max(days)}))}" for version, days in sorted(dates.items())]
     texts = [cell_text(cells.get(condition)) for condition in conditions]
     return f"| **{trainer}** ({'; '.join(versions)}) | " + " | ".join(texts) + " |"
 
@@ -166,7 +176,7 @@ def picture(record: dict, path: Path) -> None:
 
     colours = {"equal": "#2e9e5b", "convention": "#3b7dd8", "wrong": "#d8433b", "refused": "#c8c8c8", "none": "#eeeeee"}
     conditions = [*CONDITIONS, *METHODS]
-    figure, axes = plt.subplots(figsize=(3.2, 0.36 * len(conditions)))
+    figure, axes = plt.subplots(figsize=(3.2, 0.42 * len(conditions)))
     for column, cells in enumerate(record.values()):
         for place, condition in enumerate(conditions):
             verdict = cells.get(condition, {}).get("verdict")

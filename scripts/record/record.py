@@ -4,6 +4,7 @@ Each trainer has an environment, made by environments.sh. The results go to docs
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -39,13 +40,22 @@ METHOD_TRAINERS = {**OURS, "TRL": ("trl", "run_trl.py", "", "trl")}
 PAIR_TRAINERS = {name: TRAINERS[name] for name in ("LLaMA-Factory", "ms-swift", "axolotl")}  # DPO and reward models
 CONDITIONS = cases.CONDITIONS | methods.METHODS
 NOT_OFFERED = {("HF Trainer", "chat template with masks"): "it takes tokenized rows and has no chat templates"}
+for name, method, reason in (
+    ("LLaMA-Factory", "grpo", "it has no GRPO"),
+    ("Oumi", "rm", "it has no trainer of reward models"),
+):
+    NOT_OFFERED |= {
+        (name, title): reason for title, condition in methods.METHODS.items() if condition["method"] == method
+    }
 
 
 def trainers_of(condition_name: str) -> dict:
     if condition_name in cases.CONDITIONS:
         return TRAINERS
     condition = methods.METHODS[condition_name]
-    return METHOD_TRAINERS | ({} if condition["method"] == "grpo" or condition.get("tp") else PAIR_TRAINERS)
+    of_pairs = {} if condition["method"] == "grpo" else PAIR_TRAINERS
+    named = {name: TRAINERS[name] for name, condition in NOT_OFFERED if condition == condition_name}
+    return METHOD_TRAINERS | of_pairs | named | ({"Oumi": TRAINERS["Oumi"]} if condition["method"] == "dpo" else {})
 
 
 def python_of(environments: Path, name: str) -> str:
@@ -63,6 +73,9 @@ def launch(command: list[str], ranks: int, output: Path, python: str, timeout: i
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)  # torchrun ends its ranks, which have groups of their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(60)
             os.killpg(process.pid, signal.SIGKILL)
             raise SystemExit(f"{output.name}: not ended after {timeout} s; nothing is recorded") from None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from weights import keep_weights
+from weights import keep_weights, tensor_parallel
 
 
 def with_value_head(inputs: Path, folder: Path) -> Path:
@@ -67,6 +67,8 @@ def main(inputs: Path, output: Path, condition: dict) -> None:
         settings["model_name_or_path"] = str(start)
         if rank == "0":
             with_value_head(inputs, start)
+    if condition.get("tp"):
+        settings["deepspeed"] = tensor_parallel(condition["tp"])
     if method or condition.get("messages") or condition.get("packing"):
         tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
         rows = map(pair, read("pairs.jsonl")) if method else read("rows.jsonl")
@@ -90,8 +92,9 @@ def main(inputs: Path, output: Path, condition: dict) -> None:
             pass
         settings["tokenized_path"] = str(output.parent / f"{output.name}-tokens")
     run_exp(settings)
-    if rank == "0":
-        keep_weights(output, output, inputs / "model" if condition.get("lora") else None)
+    if rank != "0":
+        return
+    keep_weights(output, output, inputs / "model" if condition.get("lora") else None)
     if method == "rm":  # the names of transformers
         head = load_file(output / "model/value_head.safetensors")
         save_file({"score.weight": head["v_head.summary.weight"]}, output / "model/value_head.safetensors")

@@ -1,6 +1,6 @@
 """One condition with Oumi: `python run_oumi.py INPUTS OUTPUT CONDITION_JSON`. The files are those of run_hf.py.
 
-Its recipes train with TRL's SFTTrainer, on rows that Oumi renders, masks, packs and collates.
+Its recipes train with TRL's SFTTrainer, on rows that Oumi renders, masks, packs and collates; pairs with TRL's DPOTrainer.
 """
 
 import json
@@ -15,9 +15,13 @@ from weights import keep_weights
 
 def main(inputs: Path, output: Path, condition: dict) -> None:
     rows = output.parent / f"{output.name}-rows.jsonl"
-    rows.write_text("".join((inputs / "rows.jsonl").read_text().splitlines(keepends=True)[: condition["rows"]]))
+    is_dpo = condition.get("method") == "dpo"
+    name = "pairs_text" if is_dpo else "rows"
+    rows.write_text("".join((inputs / f"{name}.jsonl").read_text().splitlines(keepends=True)[: condition["rows"]]))
 
     def split(path: Path) -> dict:
+        if is_dpo:
+            return {"datasets": [{"dataset_name": "text_dpo_jsonl", "dataset_path": str(path)}]}
         kind = {"dataset_name": "text_sft", "dataset_path": str(path), "dataset_kwargs": {"assistant_only": True}}
         return {"datasets": [kind], "collator_name": "text_with_padding"}
 
@@ -31,6 +35,9 @@ def main(inputs: Path, output: Path, condition: dict) -> None:
         "learning_rate": condition["learning_rate"], "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
         "logging_steps": 1, "save_steps": 2, "enable_tensorboard": False, "trainer_kwargs": {"use_cpu": True},
     }  # fmt: skip
+    if is_dpo:
+        training |= {"trainer_type": "TRL_DPO"}
+        training["trainer_kwargs"] |= {"beta": 0.1, "max_length": condition["max_length"]}
     data = {"train": split(rows)}
     if condition.get("packing"):
         data["train"]["pack"] = True

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from swift import rlhf_main, sft_main
-from weights import keep_weights
+from weights import keep_weights, tensor_parallel
 
 NAMES = {"": "chosen", "rejected_": "rejected"}
 
@@ -45,6 +45,8 @@ def main(inputs: Path, output: Path, condition: dict) -> None:
             "model": inputs / "reward_model",
             "train_sampling_strategy": "sequential",
         }  # without the mixin of the flag above
+    if condition.get("tp"):
+        settings["deepspeed"] = json.dumps(tensor_parallel(condition["tp"]))
     run = rlhf_main if method else sft_main
     run([part for name, value in settings.items() for part in (f"--{name}", str(value))])
     if os.environ.get("RANK", "0") == "0":

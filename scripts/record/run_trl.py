@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
+from weights import tensor_parallel
 
 
 def read(path: Path, number: int) -> Dataset:
@@ -30,20 +31,15 @@ def main(inputs: Path, output: Path, condition: dict) -> None:
         settings["train_sampling_strategy"] = "sequential"
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
     if condition["method"] == "rm":
-        options = {"tp_plan": "auto"} if condition.get("tp") else {}
-        model = AutoModelForSequenceClassification.from_pretrained(
-            inputs / "reward_model", dtype=torch.float32, **options
-        )
         if condition.get("tp"):
-            from accelerate import ParallelismConfig
-
-            settings["parallelism_config"] = ParallelismConfig(tp_size=condition["tp"])
+            settings["deepspeed"] = tensor_parallel(condition["tp"])
         rows = read(inputs / "pairs_tokens.jsonl", condition["rows"])
         whole = rows.map(
             lambda row: {side: row["prompt_ids"] + row[side] for side in ("chosen_ids", "rejected_ids")},
             remove_columns="prompt_ids",
         )
         config = RewardConfig(max_length=condition["max_length"], **settings)
+        model = AutoModelForSequenceClassification.from_pretrained(inputs / "reward_model", dtype=torch.float32)
         trainer = RewardTrainer(model, config, train_dataset=whole, processing_class=tokenizer)
     else:
         model = AutoModelForCausalLM.from_pretrained(inputs / "model", dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The final weights of a run as OUTPUT/model, whatever the trainer saved. It is used in each trainer's environment."""
+"""The final weights of a run as OUTPUT/model, and DeepSpeed's tensor parallelism. It is used in each trainer's environment."""
 
 import shutil
 from pathlib import Path
@@ -17,3 +17,15 @@ def keep_weights(source: Path, output: Path, base: Path | None = None) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     PeftModel.from_pretrained(model, source).merge_and_unload().save_pretrained(output / "model")
+
+
+def tensor_parallel(ranks: int) -> dict:
+    """The settings of DeepSpeed's AutoTP, as the docs of transformers have them."""
+    return {
+        "tensor_parallel": {"autotp_size": ranks},
+        "zero_optimization": {"stage": 1, "gather_16bit_weights_on_model_save": True},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+    }
