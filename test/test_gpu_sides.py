@@ -307,7 +307,13 @@ def test_a_run_on_a_gpu_is_set_up_for_it(calls, monkeypatch, tmp_path):
     calls.note(run_setup, "set_up_gpu")
     calls.note(run_setup, "use_flash_attention_3", True)
     strategy.print = lambda line: calls.found.append(("print", line))
-    args = from_flat(SFTArguments, {"pretrain": str(tmp_path / "model"), "adam_offload": True, "deterministic": False})
+    flags = {
+        "pretrain": str(tmp_path / "model"),
+        "adam_offload": True,
+        "deterministic": False,
+        "micro_train_batch_size": 8,
+    }
+    args = from_flat(SFTArguments, flags)
     setup = set_up("train_sft", args, longest=8)
     made = [call for call in calls.found if call[0].startswith("set")]
     assert made == [("setup_distributed",), ("set_up_gpu", True, False)] and setup.attention == "sdpa"

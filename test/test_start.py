@@ -113,6 +113,26 @@ def test_the_default_rate_is_that_of_the_method(command, rank, rate):
     assert given.optimizer.learning_rate == 0.5
 
 
+@pytest.mark.parametrize(
+    ("samples", "ranks", "given", "micro"),
+    [(128, 1, None, 8), (4, 1, None, 4), (20, 2, None, 5), (22, 2, None, 1), (128, 2, 2, 2), (16, 4, None, 4)],
+)
+def test_micro_batches_follow_a_small_batch_and_are_named(samples, ranks, given, micro, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    flags = {"pretrain": "m", "dataset": "d", "train_batch_size": samples, "micro_train_batch_size": given}
+    for layout in ("flags", "auto"):
+        args = from_flat(COMMANDS["train_sft"], {**flags, "layout": layout})
+        check_flags("train_sft", args, ("eval_loss",))
+        assert args.batch.micro_train_batch_size == micro
+        named = f", {micro} of the {samples} samples of a step in a forward pass of a rank, " in start_line(
+            "train_sft", args
+        )
+        assert named == (micro < 8)
+    args = from_flat(COMMANDS["train_sft"], {**flags, "train_batch_size": 2 * ranks + 1, "micro_train_batch_size": 2})
+    with pytest.raises(UserError, match="not a multiple of --micro_train_batch_size 2"):
+        check_flags("train_sft", args, ("eval_loss",))
+
+
 def test_a_closed_folder_and_a_file_without_a_flag_are_refused_before_torch(tmp_path, monkeypatch):
     closed, files = tmp_path / "closed", {"dataset": str(tmp_path / "data.jsonl"), "pretrain": str(tmp_path)}
     closed.mkdir()

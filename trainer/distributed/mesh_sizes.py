@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from trainer.errors import UserError
 
+MICRO_BATCH_SIZE = 8  # without --micro_train_batch_size, at most
+
 
 @dataclass(frozen=True)
 class MeshSizes:
@@ -40,6 +42,12 @@ def resolve_mesh_sizes(world_size: int, *, dp_replicate: int = 1, sp: int = 1, t
             f"a multiple of {unit} ranks",
         )
     return MeshSizes(dp_replicate, world_size // unit, sp, tp)
+
+
+def default_micro_batch_size(train_batch_size: int, dp: int) -> int:
+    """The largest micro-batch of up to 8 samples that divides the samples of each of `dp` ranks: for 20 on 2 ranks, 5."""
+    sizes = range(1, MICRO_BATCH_SIZE + 1)
+    return max((size for size in sizes if train_batch_size % (size * dp) == 0), default=1)
 
 
 def validate_batch_sizes(train_batch_size: int, micro_batch_size: int, dp: int) -> None:

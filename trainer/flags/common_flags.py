@@ -192,7 +192,9 @@ class BatchArguments:
     """Batches"""
 
     train_batch_size: int = arg(128, "samples per optimizer step, over all ranks", type="PositiveInt")
-    micro_train_batch_size: int = arg(8, "samples per forward pass on one rank", type="PositiveInt")
+    micro_train_batch_size: Optional[int] = arg(
+        None, "samples per forward pass on one rank (default: up to 8 that fit --train_batch_size)", type="PositiveInt"
+    )
     max_tokens_per_micro_batch: Optional[int] = arg(
         None, "limit micro-batches by tokens (with padding) instead of by samples", type="PositiveInt"
     )

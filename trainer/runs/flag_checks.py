@@ -4,7 +4,7 @@ import importlib.util
 from typing import Optional
 
 from trainer.datasets.files.set_names import check_files
-from trainer.distributed.mesh_sizes import validate_batch_sizes
+from trainer.distributed.mesh_sizes import default_micro_batch_size, validate_batch_sizes
 from trainer.errors import UserError, one_line
 from trainer.flags.common_flags import SCHEDULES, LoraArguments, ModelArguments, OutputArguments
 from trainer.flags.parse_flags import check_numbers, check_secrets, flat
@@ -35,7 +35,7 @@ def rate_of(command: str, learning_rate: Optional[float], lora_rank: Optional[in
 def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool = False, **facts) -> None:
     """Raise UserError for flags that no run could have, before any rank, data or model is used.
 
-    Sets --param_dtype auto, the --learning_rate of the method, the --best_metric_key that other flags need, and what
+    Sets --param_dtype auto, the --learning_rate of the method, --micro_train_batch_size, the --best_metric_key that other flags need, and what
     follows from --pretrain ADAPTER.
 
     `facts` are those of `rules.refuse`. `eval_metrics` may choose the best checkpoint.
@@ -124,13 +124,18 @@ def names_of(text: str) -> tuple[str, ...]:
 
 
 def check_layout(args) -> None:
-    """Raise UserError for flags that the backend refuses, or that do not fit the number of ranks."""
+    """Raise UserError for flags that the backend refuses, or that do not fit the number of ranks.
+
+    Sets --micro_train_batch_size if no flag did.
+    """
     flags, layout, batch = flat(args), args.layout, args.batch
-    if layout.layout == "auto":
+    options, is_auto = StrategyOptions.from_flags(flags), layout.layout == "auto"
+    if not is_auto:
+        refuse_options(layout.backend, options)
+    sizes, samples = options.mesh_sizes(), batch.train_batch_size  # with auto, dp is all ranks
+    batch.micro_train_batch_size = batch.micro_train_batch_size or default_micro_batch_size(samples, sizes.dp)
+    if is_auto:
         return
-    options = StrategyOptions.from_flags(flags)
-    refuse_options(layout.backend, options)
-    sizes = options.mesh_sizes()
     if layout.exact:  # each sample is a micro-batch, whatever the flags say
         validate_batch_sizes(batch.train_batch_size, 1, sizes.dp)
     elif not batch.max_tokens_per_micro_batch:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from trainer.distributed.mesh_sizes import MICRO_BATCH_SIZE
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
 from trainer.limits import read_model_config, read_text
@@ -58,7 +59,7 @@ def begin(command: str, args, trains: bool = True) -> None:
 
 def start_line(command: str, args, trains: bool = True) -> str:
     """What runs where, in one line: model, size, ranks, layout, dtype, folder. `args` are the checked flags."""
-    model, layout, dtype = args.model.pretrain, args.layout, args.model.param_dtype
+    model, layout, batch, dtype = args.model.pretrain, args.layout, args.batch, args.model.param_dtype
     num_ranks, num_parameters = int(os.environ.get("WORLD_SIZE", 1)), count_parameters(Path(model))
     if args.lora.lora_adapter:
         model += f" with {args.lora.lora_adapter}"
@@ -73,6 +74,10 @@ def start_line(command: str, args, trains: bool = True) -> str:
         dtype += f" ({NO_BF16}{'; fp32 is faster' if dtype == 'bf16' else ''})"
     if trains:
         dtype += f", learning rate {args.optimizer.learning_rate:g}"
+        by_tokens = batch.max_tokens_per_micro_batch or batch.packing_samples or layout.exact
+        if batch.micro_train_batch_size < MICRO_BATCH_SIZE and not by_tokens:
+            samples = f"{batch.micro_train_batch_size} of the {batch.train_batch_size} samples of a step"
+            dtype += f", {samples} in a forward pass of a rank"
     return f"{command}: {model}{size}, {where}, {dtype}, to {args.output.output_dir or 'a new folder in runs/'}"
 
 
