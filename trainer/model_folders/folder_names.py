@@ -1,15 +1,18 @@
-"""What the names of the files in a model folder tell. Nothing is opened, and no library is used."""
+"""What the names of the files in a model folder tell. Nothing is opened, and no library but that of the hub is used."""
 
 import os
 
 from trainer.errors import UserError
+from trainer.model_folders.hub_names import check_on_hub
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
 def check_model_name(name: str, flag: str) -> None:
-    """Raise UserError for a path without a model, which `flag` names. A name on the hub passes."""
+    """Raise UserError for a path without a model, which `flag` names. A name on the hub passes if the hub has it."""
+    if not name.strip():
+        raise UserError(flag, "names no model", "a Hugging Face model folder or hub name")
     if os.path.isdir(name):
         held = os.listdir(name)
         if "config.json" in held and "adapter_config.json" not in held:
@@ -25,6 +28,8 @@ def check_model_name(name: str, flag: str) -> None:
         raise UserError(flag, f"{name} is not a folder", "a Hugging Face model folder or hub name")
     elif name.startswith((".", "/", "~")):
         raise UserError(flag, f"{name} is not found", "a Hugging Face model folder or hub name")
+    else:
+        check_on_hub(name, flag, "model")
 
 
 def is_gguf(path: str) -> bool:

@@ -3,7 +3,7 @@
 import importlib.util
 from typing import Optional
 
-from trainer.datasets.files.set_names import check_files
+from trainer.datasets.files.set_names import check_files, names_on_hub
 from trainer.distributed.mesh_sizes import default_micro_batch_size, validate_batch_sizes
 from trainer.errors import UserError, one_line
 from trainer.flags.common_flags import SCHEDULES, LoraArguments, ModelArguments, OutputArguments
@@ -13,6 +13,7 @@ from trainer.flags.rules import COMMANDS, refuse
 from trainer.limits import read_model_config
 from trainer.model_folders.adapter_folder import adapter_here, base_folder, is_adapter, read_adapter
 from trainer.model_folders.folder_names import check_model_name
+from trainer.model_folders.hub_names import check_on_hub
 from trainer.runs import output_folders
 from trainer.runs.start_line import resolve_dtype
 from trainer.strategies import refuse_options
@@ -174,8 +175,11 @@ def check_files_of(args, is_demo: bool = False) -> None:
     for name in ("dataset", "eval_dataset"):
         check_files(vars(flags)[name], f"--{name}")
     for name in MODEL_FLAGS:
-        for folder in filter(None, (vars(flags)[name] or "").split(",")):
+        for folder in vars(flags)[name].split(",") if vars(flags)[name] is not None else ():
             check_model_name(folder, f"--{name}")
+    for name in ("dataset", "eval_dataset"):
+        for hub_set in names_on_hub(vars(flags)[name]):
+            check_on_hub(hub_set, f"--{name}", "dataset")
     if "rollout" in vars(args):
         check_length(args)
 

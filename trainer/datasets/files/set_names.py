@@ -23,6 +23,12 @@ def check_files(names: str | None, flag: str) -> None:
             raise UserError(f"{flag} {name}", "no rows")
 
 
+def names_on_hub(names: str | None) -> list[str]:
+    """The names of repositories among comma-separated names that `check_files` has passed."""
+    absent = [name.strip() for name in (names or "").split(",") if name.strip() and not local_paths(name.strip())[0]]
+    return [hub_name(name.rpartition("#")[0] if FIRST_ROWS.fullmatch(name) else name)["name"] for name in absent]
+
+
 def local_paths(name: str) -> tuple[list[str], int | None]:
     """The files of a set, or its folder, and the number of rows to take. No path: it is not on this machine."""
     path, first = os.path.expanduser(name), None
