@@ -120,6 +120,8 @@ CSV_FAULTS = {
     "in a later chunk": ("q,a\n" + "x,y\n" * 10_000 + "x,y,z\n", "line 10002", "3 fields"),
     "a name twice": ("\nq,q\n1,2\n", "line 2", "'q'"),
     "no name": ("q,\n1,2\n", "line 1", "column 2"),
+    "semicolons": ("q;a\nhi;yes\n", "line 1", "one column, whose name has ';': q;a"),
+    "tabs": ("q\ta\nhi\tyes\n", "line 1", "one column"),
 }
 
 
@@ -351,9 +353,29 @@ def test_a_faulty_line_in_a_folder_names_the_file(tmp_path):
 
 
 def test_a_line_that_is_not_utf8(tmp_path):
-    (tmp_path / "x.jsonl").write_bytes(b'{"a": "x"}\n{"a": "\xe9"}\n')
+    lines = {"x.jsonl": (b'{"a": "x"}', b'{"a": "\xe9"}'), "x.csv": (b"a", b"\xe9"), "x.txt": (b"x", b"\xe9")}
+    for name, (first, second) in lines.items():
+        (tmp_path / name).write_bytes(first + b"\n" + second + b"\n")
+        error = error_of(tmp_path / name)
+        assert error.where == f"--dataset {tmp_path / name} line 2" and error.found == "not UTF-8 text"
+        assert "iconv" in error.allowed
+
+
+def test_half_of_a_character_is_named(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"a": "x"}\n{"a": ["\\ud83d\\ude00", "x\\ud83d"]}\n')
     error = error_of(tmp_path / "x.jsonl")
-    assert error.where.endswith("line 2") and "UTF-8" in error.found
+    assert error.where.endswith("line 2") and error.found == "\\ud83d is one half of a character"
+
+
+def test_a_column_of_images_that_is_empty_in_every_row_is_left_out(tmp_path):
+    for empty in ([], None, "[]", ""):
+        path = write_jsonl(tmp_path / "x.jsonl", [{"a": "x", "images": empty}, {"a": "y", "images": empty}])
+        assert load(path).column_names == ["a"]
+    for filled in (["a.png"], "a.png"):
+        path = write_jsonl(tmp_path / "x.jsonl", [{"a": "x", "images": filled}, {"a": "y", "images": None}])
+        assert "images" in load(path).column_names
+    pq.write_table(pa.table({"a": ["x"], "images": pa.array([[]], pa.list_(pa.string()))}), tmp_path / "x.parquet")
+    assert load(tmp_path / "x.parquet").column_names == ["a"]
 
 
 EMPTY = [("x.jsonl", ""), ("x.jsonl", "\n\n"), ("x.json", "[]"), ("x.csv", "a,b\n"), ("x.csv", "")]

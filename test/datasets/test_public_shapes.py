@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 
 import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from shape_reference import DATA, FOLDER, MARKS, SHAPES, expected, tokenizer_of
 
@@ -269,6 +272,23 @@ def test_a_key_inside_a_text_is_refused(tmp_path):
     row = {"prompt": [{"role": "user", "content": "3*4?"}], "reward_model": '{"ground_truth": "12"}'}
     with pytest.raises(UserError, match="row 1: column reward_model: a text, so it has no key 'ground_truth'"):
         tokenize("prompt", [row], tmp_path, "BPE", label_key="reward_model.ground_truth")
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16"])
+def test_numbers_of_few_bits_are_no_text(kind, tmp_path):
+    """A reader makes 64 bits of them: 0.1 would be trained as 0.10000000149011612."""
+    for value, is_exact in ((0.1, False), (2.25, True), (-0.5, True)):
+        values = pa.array(np.array([value], kind))
+        pq.write_table(pa.table({"question": ["a"], "answer": values}), tmp_path / "x.parquet")
+        rows = load_rows(str(tmp_path / "x.parquet"), flag="--dataset", split="train")
+        if is_exact:
+            [sample], _ = tokenize_sft(rows, tokenizer_of("BPE"), **COMMON | FLAGS["sft"])
+            assert (sample["input_ids"], sample["loss_mask"]) == expected(
+                "BPE", [["user", "a", 0], ["assistant", str(value), 1]]
+            )
+        else:
+            with pytest.raises(UserError, match=r"row 1: column answer: 0\.(1|09).*the number as a text"):
+                tokenize_sft(rows, tokenizer_of("BPE"), **COMMON | FLAGS["sft"])
 
 
 def test_numbers_and_labels_of_a_csv_file(tmp_path):

@@ -5,12 +5,16 @@ They raise UserError if a value has another type than its key needs.
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from trainer.errors import UserError
 
+HALF = re.compile("[\ud800-\udfff]")  # one half of a character of UTF-16, which JSON can spell out alone
 KINDS = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
 
 
@@ -88,6 +92,7 @@ def text_value(value: Any, where: str, numbers: bool = False) -> str:
         and math.isfinite(value)
         and not value.is_integer()
         and "e" not in repr(value)
+        and not _is_widened(value)
     ):
         return repr(value)
     if isinstance(value, dict):
@@ -96,6 +101,12 @@ def text_value(value: Any, where: str, numbers: bool = False) -> str:
     if numbers and isinstance(value, float):
         raise UserError(where, f"{value!r}, a number that the file may write in another way", "the number as a text")
     raise UserError(where, kind_of(value), "a text")
+
+
+def _is_widened(value: float) -> bool:
+    """Whether a number has the digits of a column of 32 bits that was read with 64: 0.1 became 0.10000000149011612."""
+    short = str(np.float32(value))
+    return float(np.float32(value)) == value and short != repr(value)
 
 
 def truth_value(value: Any) -> bool | None:

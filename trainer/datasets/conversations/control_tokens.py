@@ -11,6 +11,7 @@ from bisect import bisect_left
 from typing import Any
 
 from trainer.datasets.conversations.messages import CALL, role_of
+from trainer.datasets.rows import HALF
 from trainer.errors import UserError, one_line
 
 BREAK = "\ufdd0"  # a noncharacter of Unicode: no text holds it, and no template or tokenizer reads it
@@ -199,6 +200,8 @@ def _normalizers(tokenizer: Any) -> str:
 
 
 def _encoded(tokenizer: Any, text: str, **options: Any) -> tuple[list[int], list[tuple[int, int]]]:
+    if half := HALF.search(text):
+        raise UserError("a text", f"holds \\u{ord(half[0]):x}, one half of a character", "whole characters of Unicode")
     if not tokenizer.is_fast:
         if BREAK in text:
             found = "holds control tokens, which a tokenizer without a fast version reads as such"

@@ -22,6 +22,7 @@ from trainer.datasets.conversations.control_tokens import (
     whole,
 )
 from trainer.datasets.conversations.difference_masks import REMEDY, difference_spans
+from trainer.datasets.conversations.lost_characters import lost_letters
 from trainer.datasets.conversations.messages import TRAIN
 from trainer.datasets.conversations.rendering import FLAG, chat_template, render
 from trainer.datasets.conversations.shown_texts import check_shown
@@ -336,6 +337,10 @@ def _check_span(tokenizer: Any, template: str, message: dict, turn: int, shown: 
     masked, answer = _squash(tokenizer, shown), as_shown(message.get("content") or "")
     names = [as_shown((call.get("function") or call).get("name") or "") for call in message.get("tool_calls") or []]
     if answer not in masked or any(masked.count(name) < names.count(name) for name in names):
+        if lost := lost_letters(tokenizer, message.values()):
+            raise UserError(
+                "the tokenizer", f"drops {' '.join(sorted(lost))} of message {turn + 1}", "another tokenizer"
+            )
         found = f"the tokens masked as message {turn + 1} do not hold its text: the template changes or misplaces it"
         raise UserError("the chat template", found, REMEDY)
     if not exact and "add_generation_prompt" not in template and not masked.startswith(answer):

@@ -11,6 +11,8 @@ import pandas as pd
 from trainer.datasets.files.input_checks import check_columns
 from trainer.errors import UserError
 
+OTHER_MARKS = (";", "\t", "|")  # that some programs write between columns
+
 
 def read_csv_files(patterns: dict[str, list[str]], names: list[str], where: str) -> datasets.DatasetDict:
     """Read the rows of each split from its CSV files.
@@ -49,6 +51,8 @@ def _columns(names: list[str], where: str) -> list[str]:
         check_columns(len(header), place)
         if any(not column.strip() for column in header):
             raise UserError(place, f"column {[c.strip() for c in header].index('') + 1} has no name", "one per column")
+        if len(header) == 1 and (other := next((mark for mark in OTHER_MARKS if mark in header[0]), None)):
+            raise UserError(place, f"one column, whose name has {other!r}: {header[0]}", "commas between the columns")
         twice = [column for column in header if header.count(column) > 1]
         if twice:
             raise UserError(place, f"two columns are named {twice[0]!r}", "different names")

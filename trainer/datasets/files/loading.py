@@ -8,7 +8,7 @@ import datasets
 import numpy as np
 
 from trainer.datasets.files.folders import files_of_folder, read_folder
-from trainer.datasets.files.image_files import has_images, with_folder, with_one_name
+from trainer.datasets.files.image_files import has_images, with_folder, with_one_name, without_empty
 from trainer.datasets.files.mixing import joined, mix, parse_probs
 from trainer.datasets.files.read_files import read_files
 from trainer.datasets.files.set_names import hub_name, local_paths
@@ -146,7 +146,7 @@ def _load_set(path: str, flag: str, split: str, ignored: Collection[str]) -> dat
         raise UserError(where, "no rows")
     if num_rows is not None:
         rows = rows.select(range(min(num_rows, len(rows))))
-    rows = with_one_name(rows.remove_columns([name for name in rows.column_names if name in ignored]))
+    rows = without_empty(with_one_name(rows.remove_columns([name for name in rows.column_names if name in ignored])))
     return with_folder(rows, paths[0]) if paths and has_images(rows) else rows
 
 

@@ -8,9 +8,11 @@ from typing import Any
 from trainer.datasets.files.csv_files import find_csv_fault
 from trainer.datasets.files.json_files import DECODER, Wrapped, is_array
 from trainer.datasets.library import one_line
-from trainer.datasets.rows import KINDS, Twice
+from trainer.datasets.rows import HALF, KINDS, Twice
 from trainer.errors import UserError
 
+TEXTS = ("csv", "text")
+NOT_UTF8 = "not UTF-8 text"
 BETWEEN = re.compile(r"[,\s]*")
 
 
@@ -21,8 +23,8 @@ def explain(error: Exception, kind: str, names: list[str], where: str) -> UserEr
         found = f"one object, which holds rows under its key {key!r}"
         return UserError(where, found, instead=f"Write each row as a line: jq -c '.{key}[]' FILE.json > FILE.jsonl")
     find_fault = {"json": find_json_fault, "csv": find_csv_fault}.get(kind)
-    for name in names if find_fault else []:
-        fault = find_fault(name)
+    for name in names:
+        fault = (find_fault(name) if find_fault else None) or (find_bytes_fault(name) if kind in TEXTS else None)
         if fault:
             return _fault_error(where, name, *fault)
     causes = f"{one_line(error)} {one_line(error.__cause__)}"
@@ -31,8 +33,20 @@ def explain(error: Exception, kind: str, names: list[str], where: str) -> UserEr
     return UserError(where, f"cannot be read: {one_line(error.__cause__ or error)}")
 
 
+def find_bytes_fault(path: str) -> tuple[str, str] | None:
+    """Find the first line that is not UTF-8: (line, what is wrong there), or None."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return f"line {number}", NOT_UTF8
+    return None
+
+
 def _fault_error(where: str, name: str, place: str, found: str) -> UserError:
-    return UserError(f"{where} {place}" if where.endswith(name) else f"{where} {name} {place}", found)
+    cure = "UTF-8, as iconv -t UTF-8 writes it" if found == NOT_UTF8 else ""
+    return UserError(f"{where} {place}" if where.endswith(name) else f"{where} {name} {place}", found, cure)
 
 
 def find_json_fault(path: str) -> tuple[str, str] | None:
@@ -51,6 +65,8 @@ def find_json_fault(path: str) -> tuple[str, str] | None:
             return fault.args
         if row is not None and not isinstance(row, dict):
             return place, f"a {KINDS[type(row)]}, not an object with keys"
+        if half := HALF.search(json.dumps(row, ensure_ascii=False)):
+            return place, f"\\u{ord(half[0]):x} is one half of a character"
         for key, value in (row or {}).items():
             if value is None:
                 continue
@@ -83,7 +99,7 @@ def _parse(text: bytes, first_line: int, is_array: bool = False) -> Any:
         place = f"line {first_line + error.lineno - 1}"
         raise _Broken(place, f"broken JSON ({error.msg}, column {error.colno})") from None
     except UnicodeDecodeError:
-        raise _Broken(f"line {first_line}", "not UTF-8 text") from None
+        raise _Broken(f"line {first_line}", NOT_UTF8) from None
     except RecursionError:
         raise _Broken(f"line {first_line}", "lists or objects are nested too deep") from None
     except Twice as error:

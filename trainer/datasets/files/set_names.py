@@ -6,7 +6,14 @@ import re
 
 from trainer.errors import UserError
 
-FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+FORMATS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".arrow": "arrow",
+}
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")  # after .json and .jsonl
 LINES = {".txt": "text"}  # each line is a row with the column `text`; only if the file is named, not in a folder
 HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<config>[\w.-]+))?")

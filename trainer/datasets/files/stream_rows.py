@@ -20,7 +20,7 @@ from trainer.errors import UserError
 
 LINE = "(line)"  # the column of JSON that is not parsed yet; files of the other kinds have other columns
 PLACE = "(place)"
-KINDS = {".jsonl": "text", ".parquet": "parquet", ".tar": "tar"}
+KINDS = {".jsonl": "text", ".ndjson": "text", ".parquet": "parquet", ".tar": "tar"}
 COMPRESSED = (".zst", ".gz")
 CHUNK_BYTES = 1 << 20  # of lines that are read at a time
 ALLOWED = "files *.jsonl, *.parquet or *.tar (also *.jsonl.zst and so on), folders or URLs of them"

@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset, Features, List, Value
 
 from trainer.datasets.conversations.control_tokens import holds_controls
+from trainer.datasets.conversations.lost_characters import note_lost
 from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, lookup, number_value, within
@@ -27,7 +28,7 @@ from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.samples.sft_samples import render_sample
-from trainer.datasets.shapes.columns import BEFORE_ANSWER, CHOSEN, CONVERSATIONS, REJECTED
+from trainer.datasets.shapes.columns import ANSWERS, BEFORE_ANSWER, BESIDE_ANSWER, CHOSEN, CONVERSATIONS, REJECTED
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.prompt_part import is_answer
 from trainer.datasets.shapes.row_reader import PAIRS, ReadRow
@@ -89,7 +90,8 @@ def pair_tokens(
     """
     columns = rows.column_names
     keys = {"--prompt_key": prompt_key, "--chosen_key": chosen_key, "--rejected_key": rejected_key}
-    others = {"--chosen_key": (*CHOSEN, *CONVERSATIONS), "--rejected_key": REJECTED}  # known names
+    answers = ANSWERS if BESIDE_ANSWER in columns else ()
+    others = {"--chosen_key": (*CHOSEN, *CONVERSATIONS, *answers), "--rejected_key": REJECTED}  # known names
     there = {f for f, names in others.items() if keys[f] == f[2:-4] and any(name in columns for name in names)}
     check_keys(columns, flag, {**{f: key for f, key in keys.items() if f not in there}, "--margin_key": margin_key})
     reading = {"ignored": ignore_columns, "system": system, "taken": (margin_key,) if margin_key else ()}
@@ -131,6 +133,7 @@ def _tokenize_row(
         _check_shared_turns(row)
         sides = {side: tokenize_answer(row, side, tokenizer, options) for side in SIDES}
     whole = {side: list(ids) for side, (ids, _) in sides.items()}
+    note_lost(row.notes, tokenizer, row.data(), *whole.values())
     result: dict[str, Any] = {"margin": margin, "row": index, "num_loss_tokens": 1, "fate": KEPT}
     for side, (ids, mask) in sides.items():
         result[f"{side}_ids"], result[f"{side}_mask"] = ids[: options.max_len], mask[: options.max_len]

@@ -10,6 +10,7 @@ import numpy as np
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 
 from trainer.datasets.conversations.control_tokens import holds_controls
+from trainer.datasets.conversations.lost_characters import note_lost
 from trainer.datasets.conversations.messages import tools_of
 from trainer.datasets.conversations.rendering import chat_template
 from trainer.datasets.conversations.templates import arguments_of_row, render_prompt
@@ -181,6 +182,7 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, fl
         if isinstance(label, (int, float)) and not isinstance(label, bool):  # as an answer of train_sft
             label = text_value(label, f"--label_key {options.label_key}", numbers=True)
         prompt_ids = (_chat_prompt if row.chat else _text_prompt)(row, tokenizer, options)
+    note_lost(row.notes, tokenizer, row.data(), prompt_ids)
     return {
         "prompt_ids": prompt_ids,
         "label": label if label is None or isinstance(label, str) else json.dumps(label),

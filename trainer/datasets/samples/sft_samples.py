@@ -12,6 +12,7 @@ from datasets import Dataset, Features, List, Value
 
 from trainer.datasets.batches.global_batches import column_of
 from trainer.datasets.conversations.control_tokens import holds_controls
+from trainer.datasets.conversations.lost_characters import note_lost
 from trainer.datasets.conversations.messages import tools_of
 from trainer.datasets.conversations.rendering import chat_template
 from trainer.datasets.conversations.templates import arguments_of_row, loss_of, notes_of_template, render_chat
@@ -248,6 +249,7 @@ def tokenize_row(
         row = options.reader.read(row)
         tokenize = _from_chat if row.chat else _from_text if row.get("text") is not None else _from_parts
         input_ids, loss_mask = tokenize(row, tokenizer, options)
+        note_lost(row.notes, tokenizer, row.data(), input_ids)
     truncated, empty = len(input_ids) > options.max_len, not any(loss_mask)
     input_ids, loss_mask = input_ids[: options.max_len], loss_mask[: options.max_len]
     loss_mask[:1] = [0] * len(loss_mask[:1])  # nothing predicts the first token

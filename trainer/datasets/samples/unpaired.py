@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset, Features, List, Value
 
 from trainer.datasets.conversations.control_tokens import holds_controls
+from trainer.datasets.conversations.lost_characters import note_lost
 from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state
 from trainer.datasets.library import map_cached, quiet
 from trainer.datasets.rows import check_keys, lookup, truth_value, within
@@ -137,6 +138,7 @@ def _tokenize_row(
         ids, mask = tokenize_answer(row, "completion", tokenizer, options)
         if label is None:
             raise UserError(f"--label_key {label_key}", repr(found), "true or false, 1 or 0")
+    note_lost(row.notes, tokenizer, row.data(), ids)
     cut, cut_mask = ids[: options.max_len], mask[: options.max_len]
     fate = KEPT if any(cut_mask) else CUT_AWAY if any(mask) else EMPTY
     return {

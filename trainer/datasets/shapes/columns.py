@@ -19,6 +19,7 @@ SYSTEMS = ("system", "system_prompt", "system_message")
 HISTORY, TOOLS = "history", ("tools", "functions")
 CHOSEN = ("chosen", "chosen_response", "preferred_output")
 REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
+BESIDE_ANSWER = "rejected_response"  # ms-swift: then an answer is the chosen one
 LABELS = ("label", "kto_tag")  # true for a good answer
 # columns that change the text, or what is learned from it: they are used or refused
 ADDED = (*SYSTEMS, *MORE, HISTORY, *TOOLS, *THOUGHTS, "documents", "article", "passage", "choices", "options", "role")

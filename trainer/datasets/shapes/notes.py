@@ -7,21 +7,23 @@ from typing import Any
 
 NOTE = "note"  # the column of a tokenized row that holds its note
 SEPARATOR = "\t"
+SHOWN = 10  # characters that are dropped
 
 
 @dataclass
 class Notes:
-    """What is known of one row. `facts` are whole sentences."""
+    """What is known of one row. `facts` are whole sentences, `lost` characters that the tokenizer drops."""
 
     shape: str = ""
     columns: set[str] = field(default_factory=set)  # not used
     keys: set[str] = field(default_factory=set)  # of messages and their parts, not used
     facts: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
 
     def as_text(self) -> str:
         """The note as a column has it. Few different notes exist in a set."""
-        parts = [self.shape, *(", ".join(sorted(names)) for names in (self.columns, self.keys)), *sorted(self.facts)]
-        return SEPARATOR.join(parts)
+        sets = (self.columns, self.keys, self.lost)
+        return SEPARATOR.join([self.shape, *(", ".join(sorted(names)) for names in sets), *sorted(self.facts)])
 
 
 def lines_of(samples: Any) -> list[str]:
@@ -32,13 +34,14 @@ def lines_of(samples: Any) -> list[str]:
 def lines_of_notes(notes: Iterable[str]) -> list[str]:
     """The lines for the notes of some rows."""
     shapes: Counter = Counter()
-    columns, keys, facts = set(), set(), set()
+    columns, keys, lost, facts, num_lossy = set(), set(), set(), set(), 0
     for note, count in Counter(notes).items():
-        shape, unused, dropped, *sentences = note.split(SEPARATOR) if note else ["", "", ""]
+        shape, *names = note.split(SEPARATOR) if note else [""] * 4
         shapes[shape] += count
-        columns |= set(unused.split(", ")) - {""}
-        keys |= set(dropped.split(", ")) - {""}
-        facts |= set(sentences)
+        for found, own in zip((columns, keys, lost), names):
+            found |= set(own.split(", ")) - {""}
+        num_lossy += count * bool(names[2])
+        facts |= set(names[3:])
     shapes.pop("", None)
     total = sum(shapes.values())
     lines = [shape if count == total else f"{count} of them: {shape}" for shape, count in shapes.items()]
@@ -46,4 +49,7 @@ def lines_of_notes(notes: Iterable[str]) -> list[str]:
         lines.append(f"columns not used: {', '.join(sorted(columns))}")
     if keys:
         lines.append(f"keys of messages not used: {', '.join(sorted(keys))}")
+    if lost:
+        first = " ".join(sorted(lost)[:SHOWN]) + " ..." * (len(lost) > SHOWN)
+        lines.append(f"WARNING: the tokenizer drops these characters, in {num_lossy} rows: {first}")
     return lines + sorted(facts)

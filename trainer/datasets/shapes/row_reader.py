@@ -10,6 +10,7 @@ from trainer.datasets.files.image_files import FOLDER
 from trainer.datasets.rows import column_of_key, text_value
 from trainer.datasets.shapes.columns import (
     ANSWERS,
+    BESIDE_ANSWER,
     CHOSEN,
     CONVERSATIONS,
     EMPTY,
@@ -55,6 +56,10 @@ class ReadRow(dict):
 
     def with_parts(self, parts: dict) -> "ReadRow":
         return ReadRow({**self, **parts}, self.columns, self.where, self.chat, self.notes)
+
+    def data(self) -> list[Any]:
+        """The texts and messages of all parts."""
+        return [value for name, value in self.items() if name not in (FOLDER, IMAGES, TEMPLATE_ARGS)]
 
     def texts(self) -> list[Any]:
         """The texts and messages that are data. A text that becomes a turn of the assistant is the model's own."""
@@ -203,8 +208,13 @@ def _read_pair(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     labels = [f"{flag} {key or wanted}" for flag, key, wanted in zip(reader.answer_flags, keys, reader.answer_keys)]
     sides = [_answer(columns.take(key), label) if key else None for key, label in zip(keys, labels)]
     prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
-    if keys[0] is None and keys[1] is not None and isinstance(prompt.value, list):
-        sides[0], keys[0] = _split_answer(prompt, sides[1])
+    if keys[0] is None and keys[1] is not None:
+        ends = isinstance(prompt.value, list) and bool(prompt.value) and is_answer(prompt.value[-1])
+        beside = keys[1] == BESIDE_ANSWER and not ends
+        if beside and (name := columns.find(ANSWERS, reader.answer_flags[0])):
+            sides[0], keys[0] = _answer(columns.take(name), f"{reader.answer_flags[0]} {name}"), name
+        elif isinstance(prompt.value, list):
+            sides[0], keys[0] = _split_answer(prompt, sides[1])
     for side, label in zip(sides, labels):
         if side is None:
             raise UserError(label, "no value", "a text, or messages")

@@ -1,0 +1,54 @@
+"""Characters that a tokenizer drops, and words that it reads as its unknown token: the notes of a row name them."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from trainer.datasets.conversations.control_tokens import BREAK
+from trainer.datasets.shapes.notes import Notes
+
+_dropped: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by tokenizer: {character: whether it is dropped}
+
+
+def note_lost(notes: Notes, tokenizer: Any, values: Iterable[Any], *ids: list[int]) -> None:
+    """Note what the `ids` of a row lack of the texts in its `values`: see `lost_letters`."""
+    notes.lost |= lost_letters(tokenizer, values)
+    unknown, others = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+    if unknown is not None and unknown not in others and any(unknown in own for own in ids):
+        found = f"reads some words or characters as {tokenizer.unk_token}, its unknown token"
+        notes.facts.add(f"WARNING: the tokenizer {found}")
+
+
+def lost_letters(tokenizer: Any, values: Iterable[Any]) -> set[str]:
+    """The characters in the texts of `values` that give no token, for a line of a run.
+
+    Byte-level tokenizers without all 256 bytes drop characters, and so do normalizers that clean texts. White space,
+    ASCII control characters and the breaks of `control_tokens` do not count.
+    """
+    tokenizer = getattr(tokenizer, "of_texts", tokenizer)
+    known = _dropped.setdefault(tokenizer, {})
+    found = set()
+    for letter in set().union(*_texts(list(values))):
+        if letter not in known:
+            known[letter] = _is_dropped(tokenizer, letter)
+        if known[letter]:
+            found.add(letter if letter.isprintable() and letter != "," else f"U+{ord(letter):04X}")
+    return found
+
+
+def _is_dropped(tokenizer: Any, letter: str) -> bool:
+    if letter.isspace() or letter == BREAK or letter < " ":
+        return False
+    return not tokenizer(letter, add_special_tokens=False)["input_ids"]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in JSON values, with the keys of objects: the arguments of a tool have words there."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _texts(list(pair))
+    elif isinstance(value, (list, tuple)):
+        for child in value:
+            yield from _texts(child)
