@@ -4,6 +4,7 @@ import json
 import re
 import sys
 
+import pytest
 from launch import ROOT
 
 from trainer.compare import certify_versions
@@ -90,6 +91,24 @@ def test_a_part_that_fails_is_no_certificate(tmp_path, monkeypatch):
         found = certify_versions.certify(sys.executable, tmp_path, ["llama"])
         assert found["verdict"] == "not certified", part
     assert certify_versions.certify(sys.executable, tmp_path, ["llama", "qwen3"])["zoo"]["verdicts"]["problem"] == 1
+
+
+def test_what_would_fail_late_is_seen_first(tmp_path, monkeypatch, capsys):
+    def start(text: str) -> tuple[int, str]:
+        code = certify_versions.main([*text.split(), "--folder", str(tmp_path)])
+        return code, capsys.readouterr().err
+
+    monkeypatch.setattr(certify_versions, "certify", lambda *_: pytest.fail("the checks began"))
+    (tmp_path / "parity").mkdir()
+    (tmp_path / "parity/report.json").write_text("{}")
+    (tmp_path / "cards").write_text("")
+    assert start(f"--python x --cards {tmp_path}/cards")[0] == 2 and (tmp_path / "parity").exists()
+    monkeypatch.setattr(certify_versions, "run", lambda command, log: 3)
+    code, error = start(f"torch==2.15.0 --cards {tmp_path}/new")
+    assert code == 2 and "venv ends with 3" in error
+    assert not (tmp_path / "parity").exists(), "results of an earlier run"
+    monkeypatch.setattr(certify_versions, "ROOT", tmp_path)
+    assert "run it in a clone" in start("--python x")[1]
 
 
 def test_an_edited_or_broken_card_is_none(tmp_path):

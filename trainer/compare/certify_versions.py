@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             found = f"{options.python}, and versions of packages"
             raise UserError("--python", found, "one of the two: an environment that exists, or versions for a new one")
         folder = Path(options.folder).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
+        prepare(folder, Path(options.cards))
         python = (
             os.path.abspath(options.python)
             if options.python
@@ -59,7 +60,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     versions = {library: card["versions"][library] for library in LIBRARIES}
     path = Path(options.cards) / f"{'-'.join(versions.values())}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
     unfinished.replace(path)
@@ -77,18 +77,34 @@ def build_parser() -> OneLineParser:
     return parser
 
 
+def prepare(folder: Path, cards: Path) -> None:
+    """What would else fail after an hour: the checkout, the two folders, and results of an earlier run."""
+    if not (ROOT / "compare_backends.py").exists():
+        raise UserError("certify_versions", f"{ROOT} has no compare_backends.py and tests", "run it in a clone")
+    for flag, path in (("--folder", folder), ("--cards", cards)):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / ".probe").touch()
+            (path / ".probe").unlink()
+        except OSError as error:
+            raise UserError(flag, f"{path}: {error.strerror}", "a folder that can be written") from None
+    for made in ("demo", "parity"):  # their commands refuse a folder that is not empty
+        shutil.rmtree(folder / made, ignore_errors=True)
+
+
 def make_environment(folder: Path, packages: list[str]) -> str:
     """An environment with these packages and what the trainer needs. Returns its interpreter."""
     named = {Requirement(package).name for package in packages}
     needed = [Requirement(text) for text in importlib.metadata.requires("trainer") or ()]
     own = [str(r) for r in needed if r.marker is None and r.name not in named]
-    run([sys.executable, "-m", "venv", "--clear", str(folder)], folder.parent / "venv.log")
-    python = str(folder / "bin/python")
-    run([python, "-m", "pip", "install", "--quiet", "uv"], folder.parent / "venv.log")
-    more = [package for package in MORE if package not in named]
-    install = [str(folder / "bin/uv"), "pip", "install", "--python", python, *packages, *own, *more]
-    if code := run(install, folder.parent / "install.log"):
-        raise UserError("the environment", f"uv ends with {code}, see {folder.parent / 'install.log'}")
+    python, more = str(folder / "bin/python"), [package for package in MORE if package not in named]
+    for name, command in (
+        ("venv", [sys.executable, "-m", "venv", "--clear", str(folder)]),
+        ("uv", [python, "-m", "pip", "install", "--quiet", "uv"]),
+        ("install", [str(folder / "bin/uv"), "pip", "install", "--python", python, *packages, *own, *more]),
+    ):
+        if code := run(command, log := folder.parent / f"{name}.log"):
+            raise UserError("the environment", f"{name} ends with {code}, see {log}")
     return python
 
 
