@@ -37,7 +37,8 @@ def write_run(folder, curve, final) -> None:
 
 def test_the_page_is_the_committed_results():
     record = json.loads((ROOT / "docs/record.json").read_text())
-    assert (ROOT / "docs/record.md").read_text() == page.page(record)
+    sizes = json.loads((ROOT / "docs/record_tensor_parallel.json").read_text())
+    assert (ROOT / "docs/record.md").read_text() == page.page(record, sizes)
     assert {cell["verdict"] for cells in record.values() for cell in cells.values()} <= page.SIGNS.keys()
 
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Makes the environments of the record, one for each trainer, with pinned versions: `bash scripts/record/environments.sh [FOLDER]`.
+# Makes the environments of the record, one for each trainer, with pinned versions: `bash scripts/record/environments.sh [FOLDER [NAME...]]`.
 # TRL and the HF Trainer run in the environment of this project's tests. Needs about 15 GB and, with uv, ten minutes.
 set -euo pipefail
 FOLDER="${1:-runs/record/environments}"
+NAMES="${*:2}"
 mkdir -p "$FOLDER"
 
 make() { # NAME PACKAGES...
-    [[ -e "$FOLDER/$1/done" ]] && return
+    [[ -e "$FOLDER/$1/done" || -n "$NAMES" && " $NAMES " != *" $1 "* ]] && return
     python3 -m venv --clear "$FOLDER/$1"
     "$FOLDER/$1/bin/pip" install --quiet uv
     "$FOLDER/$1/bin/uv" pip install --quiet --python "$FOLDER/$1/bin/python" "${@:2}"

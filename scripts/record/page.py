@@ -87,7 +87,7 @@ FINDINGS = """
   this is a choice. With the log-probs of an engine, the two are divided by each other. `GRPOConfig` asks vLLM for
   `processed_logprobs`, and these are over the kept tokens. So each token counts by the kept mass, in place of 1. The page gives TRL such
   log-probs through `rollout_func`, with `vllm_importance_sampling_mode="token_truncate"`. vLLM itself does not run.
-- **Tensor parallelism 2.** TRL and LLaMA-Factory shard by AutoTP of DeepSpeed 0.19.8, as the docs of transformers say. `ParallelismConfig`
+- **Tensor parallelism 2.** TRL, LLaMA-Factory and ms-swift shard by AutoTP of DeepSpeed 0.19.8, as the docs of transformers say. `ParallelismConfig`
   of accelerate refuses a CPU.
 - **Reward models of this trainer, LLaMA-Factory, ms-swift and axolotl.** The score is that of the last token, as in transformers. With a
   chat template, it is the line break behind the answer. TRL gets token ids without it.
@@ -102,7 +102,13 @@ These mistakes were reported for trainers of the field. Where no peer here shows
 | DPO with uneven batches | TRL, Oumi, LLaMA-Factory and ms-swift, "DPO, last short batch" |
 | log-probs over the full vocabulary against a truncated sampler | TRL, "GRPO, top-k sampling, log-probs of the engine" |
 | evaluation as a mean of batch means | LLaMA-Factory and ms-swift, "evaluation, uneven batches" |
-| loss of a reward model that depends on the tensor-parallel size | planted in `test/test_record.py`; TRL and LLaMA-Factory are equal in fp32 |
+| loss of a reward model that depends on the tensor-parallel size | TRL in bf16, and this trainer too; with the losses below |
+"""
+SIZES = """
+**Losses by the tensor-parallel size.** {trainers} train a reward model on 1, 2 and 4 ranks. The worst step's loss differs by {bf16} between
+these sizes in bf16, and by {fp32} in fp32. So the cause is rounding: each rank rounds its part of a sum before the parts are added.
+A factor of the ranks is another mistake. No peer has it here: TRL, LLaMA-Factory and ms-swift are equal to the plain loop in fp32. A test
+plants this factor, and the judge names it.
 """
 REPEAT = """
 ## Repeat it
@@ -111,12 +117,23 @@ REPEAT = """
 ```bash
 bash scripts/record/environments.sh
 python scripts/record/record.py
-python scripts/record/record.py "HF Trainer" --conditions "evaluation, uneven batches"
-python scripts/record/record.py TRL --conditions "DPO, last short batch"
+python scripts/record/tensor_parallel.py TRL "this trainer, fsdp2"
 python scripts/record/page.py
 ```
 
-The first command makes an environment for each trainer. The second runs all cells. The third and fourth run one cell each, in about a minute. The
+The first command makes an environment for each trainer. The second runs all cells, the third the losses by the tensor-parallel size.
+For one cell, name its environment, its trainer and its condition:
+
+<!-- slow: two environments -->
+```bash
+bash scripts/record/environments.sh runs/record/environments oumi
+python scripts/record/record.py Oumi --conditions "DPO, last short batch"
+bash scripts/record/environments.sh runs/record/environments trl
+python scripts/record/record.py "HF Trainer" --conditions "evaluation, uneven batches"
+```
+
+From nothing, with an empty cache and an index near by, Oumi's environment took 77 seconds and its cell 53. The environment of the HF
+Trainer took 27 seconds and its cell 30. The machine was busy with other work. Over a network, the download of some GB is added. The
 scripts `scripts/record/run_*.py` hold the settings of each trainer, as a user would write them. A cell that looks wrong to you is
 welcome as an issue, with the settings that you expect.
 
@@ -124,7 +141,8 @@ welcome as an issue, with the settings that you expect.
 
 - A resume within an epoch: here an epoch is one step, except in "last short batch".
 - GPU kernels, bf16 and FlashAttention: all runs are fp32 on a CPU. A refusal here may be no refusal there.
-- GRPO with ms-swift, axolotl and Oumi, which take their samples themselves. Tensor parallelism with ms-swift and axolotl.
+- GRPO with ms-swift, axolotl and Oumi, which take their samples themselves. Tensor parallelism with axolotl,
+  which refuses two ranks.
 - verl 0.9.1 asks for a GPU's memory when its SFT trainer starts: `AssertionError: Torch not compiled with CUDA enabled`.
 - OpenRLHF 0.11.2 asks for a GPU when its SFT trainer starts: `RuntimeError: Found no NVIDIA driver on your system`, from
   `torch.cuda.set_device`. It imports flash-attn 2.8.3, whose package installs with `FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE` and imports with
@@ -132,6 +150,18 @@ welcome as an issue, with the settings that you expect.
 - torchtune 0.6.1 imports with torch 2.6 and torchao 0.9, but has no Qwen3, which is the model of all cells.
 - torchtitan 0.3.0 has Qwen3, but its trainer ends with the same error, from `set_device`.
 """
+
+
+def sizes_text(sizes: dict) -> str:
+    """How far losses depend on the tensor-parallel size: the result of tensor_parallel.py in words."""
+    worst = {
+        dtype: max(
+            (max(step) - min(step)) / min(step) for found in sizes.values() for step in zip(*found[dtype].values())
+        )
+        for dtype in ("bf16", "fp32")
+    }
+    trainers = " and ".join(sorted(sizes))
+    return SIZES.format(trainers=trainers, **{dtype: f"{value:.0e}" for dtype, value in worst.items()})
 
 
 def cell_text(cell: dict | None) -> str:
@@ -149,8 +179,8 @@ def row(trainer: str, cells: dict, conditions: dict) -> str:
     return f"| **{trainer}** ({'; '.join(versions)}) | " + " | ".join(texts) + " |"
 
 
-def page(record: dict) -> str:
-    """The page as Markdown."""
+def page(record: dict, sizes: dict) -> str:
+    """The page as Markdown, from record.json and record_tensor_parallel.json."""
     lines, notes = [OPENING], {}
     for opening, conditions in (("", CONDITIONS), (OPENING_OF_METHODS, METHODS)):
         lines += [opening] * bool(opening)
@@ -166,7 +196,7 @@ def page(record: dict) -> str:
     for (trainer, _, note), conditions in notes.items():
         where = "all conditions" if len(conditions) == len(record[trainer]) else "; ".join(conditions)
         lines.append(f"| {trainer} | {where} | {' '.join(note.split()).replace('|', '/')} |")
-    return "\n".join(lines) + "\n" + FINDINGS + REPEAT
+    return "\n".join(lines) + "\n" + FINDINGS + sizes_text(sizes) + REPEAT
 
 
 def picture(record: dict, path: Path) -> None:
@@ -195,5 +225,5 @@ def picture(record: dict, path: Path) -> None:
 
 if __name__ == "__main__":
     results = json.loads((DOCS / "record.json").read_text())
-    (DOCS / "record.md").write_text(page(results))
+    (DOCS / "record.md").write_text(page(results, json.loads((DOCS / "record_tensor_parallel.json").read_text())))
     picture(results, DOCS / "record.png")

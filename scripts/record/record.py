@@ -63,11 +63,11 @@ def python_of(environments: Path, name: str) -> str:
 
 
 def launch(command: list[str], ranks: int, output: Path, python: str, timeout: int) -> int:
-    """The exit code. Raises SystemExit if the run does not end, which says nothing of its trainer."""
+    """The exit code; without torchrun for `ranks` 0. Raises SystemExit if the run does not end, which says nothing of its trainer."""
     several = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     with open(f"{output}.log", "w") as log:
         process = subprocess.Popen(
-            [*(several if ranks > 1 else [python]), *command],
+            [*(several if ranks else [python]), *command],
             stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, start_new_session=True,
         )  # fmt: skip
         try:
@@ -96,7 +96,7 @@ def run(name: str, condition_name: str, environments: Path, folder: Path, timeou
             shutil.rmtree(old, ignore_errors=True)
         output.mkdir()
         command = [str(HERE / script), *([kind] if kind else []), str(folder / "inputs"), str(output), json.dumps(part)]
-        if launch(command, part.get("ranks", 1), output, python_of(environments, environment), timeout):
+        if launch(command, part.get("ranks", 0), output, python_of(environments, environment), timeout):
             lines = Path(f"{output}.log").read_text().strip().splitlines() or ["no output"]
             return {"verdict": "refused", "note": next((line for line in lines if "Error: " in line), lines[-1])[:300]}
     return judge(folder / "inputs", parts[-1][0], condition)

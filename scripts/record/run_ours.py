@@ -37,7 +37,7 @@ def main(backend: str, inputs: Path, output: Path, condition: dict) -> None:
     batch, micro = (condition["rows"], condition["rows"]) if condition.get("packing") else (first, condition["batch"])
     flags = {
         "backend": backend, "pretrain": inputs / "model", "dataset": f"{inputs}/rows.jsonl#{condition['rows']}",
-        "apply_chat_template": "true", "multiturn": "true", "param_dtype": "fp32", "train_batch_size": batch,
+        "apply_chat_template": "true", "multiturn": "true", "param_dtype": condition.get("dtype", "fp32"), "train_batch_size": batch,
         "micro_train_batch_size": micro, "max_epochs": condition["epochs"], "learning_rate": condition["learning_rate"],
         "lr_scheduler": "constant", "lr_warmup_ratio": 0, "adam_betas": (0.9, 0.999), "weight_decay": 0, "max_norm": 1.0, "max_len": condition["max_length"],
         "output_dir": output / "run", "no_shuffle": "true", "save_steps": 2,

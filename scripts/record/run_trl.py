@@ -33,6 +33,8 @@ def main(inputs: Path, output: Path, condition: dict) -> None:
     if condition["method"] == "rm":
         if condition.get("tp"):
             settings["deepspeed"] = tensor_parallel(condition["tp"])
+        if condition.get("dtype") == "bf16":
+            settings |= {"bf16": True, "deepspeed": settings["deepspeed"] | {"bf16": {"enabled": True}}}
         rows = read(inputs / "pairs_tokens.jsonl", condition["rows"])
         whole = rows.map(
             lambda row: {side: row["prompt_ids"] + row[side] for side in ("chosen_ids", "rejected_ids")},
