@@ -13,6 +13,7 @@ IMAGES = {"has_images": True}
 SERVER = {"rollout_engine": "vllm_server", "engine_urls": "http://a,http://b"}
 DISTILL = {"teacher": "t", "advantage_estimator": "distill", "ref_model": "t", "init_kl_coef": 1.0}
 GROUP = {"advantage_estimator": "group_norm", "n_samples_per_prompt": 2}
+JUDGED = {"reward_func": "judge", "judge_url": "http://a/v1", "judge_model": "m", "dataset": "d"}
 
 # The start of the message, and the flags and facts, in the order of the tables
 PPO_CASES = [
@@ -149,6 +150,9 @@ ROLLOUT_CASES = [
     ("--env e.py with --reward_pretrain", {"reward_pretrain": "rm", "env": "e.py"}),
     ("--env e.py with --remote_rm_url", {"remote_rm_url": "http://x", "env": "e.py"}),
     ("--reward_func math without --label_key", {"reward_func": "math", "needs_labels": True}),
+    ("--judge_range 0.0 5.0 with --judge_mode pairs", {**JUDGED, "judge_mode": "pairs", "judge_range": [0.0, 5.0]}),
+    ("--judge_mode group with --n_samples_per_prompt 1", {**JUDGED, "judge_mode": "group", "n_samples_per_prompt": 1}),
+    ("--judge_mode pairs with --eval_samples 1", {**JUDGED, "judge_mode": "pairs", "eval_dataset": "b"}),
     ("--judge_retries 5 without judge in --reward_func", {"reward_func": "math", "judge_retries": 5}),
     ("--reward_func math,judge without --judge_url and", {"reward_func": "math,judge", "judge_url": "http://a"}),
     ("--reward_weights 1.0 with --remote_rm_url http://x", {"reward_weights": [1.0], "remote_rm_url": "http://x"}),
@@ -179,7 +183,9 @@ ALLOWED = [
     {"tis_cap": 1.0, "tis_mask": True, "tis_mask_range": [0.0, 5.0], "rejected_tokens": "leave", "tis_floor": 0.5},
     {**GROUP, **STALE, "partial_rollouts": True, **SERVER, "num_ranks": 2},
     {**GROUP, "share_prompts": True, "dynamic_filtering": True, "dynamic_filtering_range": [0.1, 0.9]},
-    {"reward_func": "judge", "judge_url": "http://a/v1", "judge_model": "m", "judge_cache": 0},
+    {**JUDGED, "judge_cache": 0},
+    {**JUDGED, **GROUP, "judge_mode": "pairs"},
+    {**JUDGED, "dataset": None, "judge_mode": "group", "eval_dataset": "b", "eval_samples": 4, "eval_temperature": 1.0},
     {"init_kl_coef": 0.1, "use_kl_loss": True, "kl_estimator": "k3", "kl_unbiased": True, "kl_target": 6.0},
     {"reward_func": "math,style.py", "reward_weights": [1.0, 2.0], "label_key": "label", "needs_labels": True},
     {"rollout_engine": "vllm", "engine_tensor_parallel_size": 2, "num_ranks": 4, "top_p": 0.9, "top_k": 50},

@@ -14,16 +14,17 @@ from trainer.errors import Failed, UserError
 from trainer.flags.rl_flags import ScoreArguments
 from trainer.limits import _raised
 from trainer.rollout.rewards.judge import (
-    RUBRIC,
     Cache,
     Judge,
     JudgeOptions,
+    facts_of_judge,
     read_request,
     read_rubric,
     rewards_need_labels,
-    score_of,
+    values_of,
 )
-from trainer.rollout.rewards.reward_functions import weighted_scorer
+from trainer.rollout.rewards.judge_modes import MODES
+from trainer.rollout.rewards.reward_functions import GROUPS, weighted_scorer
 from trainer.runs.rl.rl_checks import judge_options
 
 
@@ -113,15 +114,15 @@ def test_the_cache_is_in_the_run_folder_and_bounded(tmp_path):
         assert not (tmp_path / "off").exists()
     cache = Cache(str(tmp_path / "small"), 0, 3)
     for number in range(20):
-        cache.put(str(number), number / 20)
+        cache.put(str(number), (number / 20,))
     lines = (tmp_path / "small" / "0.jsonl").read_text().splitlines()
-    assert len(lines) <= 6 and cache.get("16") is None and cache.get("19") == 0.95
+    assert len(lines) <= 6 and cache.get("16") is None and cache.get("19") == (0.95,)
     with open(tmp_path / "small" / "1.jsonl", "w") as file:
         file.write('["of rank 1", 0.5]\n["nan", NaN]\n["large", 7]\n{"torn')
     found = Cache(str(tmp_path / "small"), 0, 30)
-    assert [found.get(name) for name in ("19", "of rank 1", "nan", "large")] == [0.95, 0.5, None, None]
+    assert [found.get(name) for name in ("19", "of rank 1", "nan", "large")] == [(0.95,), (0.5,), None, None]
     (tmp_path / "small" / "1.jsonl").write_text("".join(f'["{name}", 0.25]\n' for name in ("19", "x", "y")))
-    assert Cache(str(tmp_path / "small"), 0, 3).get("19") == 0.95, "a rank has its own scores first"
+    assert Cache(str(tmp_path / "small"), 0, 3).get("19") == (0.95,), "a rank has its own scores first"
 
 
 TROUBLE = {
@@ -201,22 +202,22 @@ def test_a_judge_is_one_of_several_functions(tmp_path):
     ],
 )  # fmt: skip
 def test_the_last_score_of_a_text_counts(text, score):
-    assert score_of(json.loads(said(text)[1]), (0.0, 10.0)) == pytest.approx(score)
-    assert score_of(json.loads(said("Score: -1")[1]), (-5.0, 5.0)) == pytest.approx(0.4)
+    assert values_of(json.loads(said(text)[1]), (0.0, 10.0), MODES["alone"], 1) == pytest.approx((score,))
+    assert values_of(json.loads(said("Score: -1")[1]), (-5.0, 5.0), MODES["alone"], 1) == pytest.approx((0.4,))
 
 
 def test_an_answer_that_was_cut_has_no_score():
     answer = json.loads(said("Score: 1")[1])
     answer["choices"][0]["finish_reason"] = "length"
     with pytest.raises(ValueError, match="an answer that was cut"):
-        score_of(answer, (0.0, 10.0))
+        values_of(answer, (0.0, 10.0), MODES["alone"], 1)
 
 
 def test_wrong_files_keys_and_arguments_are_refused(tmp_path, monkeypatch):
     (tmp_path / "empty.txt").write_text("Grade it.")
     for call, told in (
         (lambda: read_rubric(str(tmp_path / "none.txt")), "none.txt: No such file"),
-        (lambda: read_rubric(str(tmp_path / "empty.txt")), "has no {response}"),
+        (lambda: read_rubric(str(tmp_path / "empty.txt")), "has no {response}, which --judge_mode alone needs"),
         (lambda: read_request("[1]"), "--judge_args"),
         (lambda: read_request('{"model": "x"}'), "other keys than model"),
         (lambda: judge_options(ScoreArguments(judge_url="x", judge_model="m")), "--judge_url: x"),
@@ -235,10 +236,111 @@ def test_wrong_files_keys_and_arguments_are_refused(tmp_path, monkeypatch):
             call()
     monkeypatch.setenv("MY_KEY", "abc")
     options = judge_options(ScoreArguments(judge_url="http://x", judge_model="m", judge_key_env="MY_KEY"))
-    assert options.key == "abc" and "abc" not in repr(options) and options.rubric == RUBRIC
+    assert options.key == "abc" and "abc" not in repr(options) and options.rubric == MODES["alone"].rubric
     (tmp_path / "own.txt").write_text("{response} {label}")
     assert (
         rewards_need_labels("judge", str(tmp_path / "own.txt"))
         and not rewards_need_labels("judge", None)
         and rewards_need_labels("math,judge", None)
     )
+
+
+# --- judges that compare
+
+FIRST, SECOND = (re.compile(rf"<response {n}>\n(.*?)\n</response {n}>", re.DOTALL) for n in (1, 2))
+SHOWN = re.compile(r"<response (\d)>\n(.*?)\n</response \1>", re.DOTALL)
+
+
+def compared(*groups: str) -> tuple:
+    """The arguments of a judge for groups of one-letter responses, one text a group."""
+    responses = [*"".join(groups)]
+    columns = {GROUPS: [7 + number for number, group in enumerate(groups) for _ in group]}
+    prompts = [f"p{number}" for number in columns[GROUPS]]
+    return prompts, responses, [None] * len(responses), [True] * len(responses), columns
+
+
+def later_letter(content: str) -> tuple[int, str]:
+    """The judge of pairs: the later letter wins, and no case matters."""
+    one, two = FIRST.search(content)[1], SECOND.search(content)[1]
+    if "!" in (one, two):
+        return 503, ""
+    return said(f"Winner: {0 if one.lower() == two.lower() else 1 if one.lower() > two.lower() else 2}")
+
+
+def by_letter(content: str) -> tuple[int, str]:
+    """The judge of groups: b is 1, c is 2, and so on."""
+    return said("Winner? Scores: " + ", ".join(str(ord(text) - ord("a")) for _, text in SHOWN.findall(content)))
+
+
+def test_a_pair_has_a_winner_and_a_score_is_the_share_of_wins(tmp_path):
+    with server(later_letter) as (url, requests, _):
+        own = judge(url, tmp_path, mode="pairs", rubric=None)
+        scores, costs = own(*compared("bdac", "aaB", "xx", "AaC"))
+        wins = [1 / 3, 1, 0, 2 / 3]  # by hand: of a, b, c and d
+        assert scores == pytest.approx([*wins, 0, 0, 1, 0.5, 0.5, 0.25, 0.25, 1.0])
+        assert len(requests) == 6 + 1 + 0 + 3, "equal responses are shown once"
+        assert sum(costs["requests"]) == pytest.approx(10) and sum(costs["prompt_tokens"]) == pytest.approx(300)
+        again, costs = judge(url, tmp_path, mode="pairs", rubric=None)(*compared("acdb"))
+        assert again == pytest.approx([0, 2 / 3, 1, 1 / 3]) and sum(costs["requests"]) == 0, (
+            "another order, and no request"
+        )
+
+
+def test_the_order_of_responses_comes_from_their_texts_alone(tmp_path):
+    letters = "abcdefghijklmnop"
+    with server(later_letter) as (url, requests, _):
+        judge(url, tmp_path / "one", mode="pairs", rubric=None)(*compared(letters))
+        judge(url, tmp_path / "two", mode="pairs", rubric=None)(*compared(letters[::-1]))
+    bodies = [body["messages"][0]["content"] for *_, body in requests]
+    assert len(bodies) == 240 and len(set(bodies)) == 120, "each pair has one order, whatever the rollout's order is"
+    first = [FIRST.search(body)[1] for body in bodies[:120]]
+    counts = [first.count(letter) for letter in letters]  # of 15 each, so 7.5 +- 1.9
+    assert min(counts) >= 1 and max(counts) <= 14 and 40 < sum(a < "i" for a in first) < 80
+    with server(by_letter) as (url, requests, _):
+        for folder, group in (("three", "dbca"), ("four", "acdb")):
+            scores, _ = judge(url, tmp_path / folder, mode="group", rubric=None)(*compared(group))
+            assert scores == pytest.approx([(ord(letter) - ord("a")) / 10 for letter in group])
+    assert requests[0] == requests[1]
+
+
+def test_a_group_is_graded_in_one_request(tmp_path):
+    with server(by_letter) as (url, requests, _):
+        scores, costs = judge(url, tmp_path, mode="group", rubric=None)(*compared("badb", "k"))
+        assert scores == pytest.approx([0.1, 0.0, 0.3, 0.1, 1.0]) and len(requests) == 2
+        assert sum(costs["requests"]) == pytest.approx(2) and costs["requests"][3] == 0, "b was shown once"
+        assert "Grade 3 responses" in requests[0][2]["messages"][0]["content"]
+    for text, told in (
+        ("Scores: 1, 2", "2 scores for 3 responses"),
+        ("Score: 1", "no line `Scores: N, N`"),
+        ("Scores: 1, 2, 11", "a score of 11, which is not from 0 to 10"),
+    ):
+        with server(lambda _, text=text: said(text)) as (url, *_):
+            failed, _ = judge(url, tmp_path, mode="group", rubric=None, retries=0, cached=0)(*compared("abc", "a"))
+        assert all(isinstance(score, Failed) and told in str(score) for score in failed[:3])
+    text = json.loads(said("Scores: 1, 2\nScores: [4, 5,6]")[1])
+    assert values_of(text, (4.0, 6.0), MODES["group"], 3) == (0.0, 0.5, 1.0)
+
+
+def test_a_pair_without_an_answer_is_left_out(tmp_path):
+    with server(later_letter) as (url, *_):
+        scores, _ = judge(url, tmp_path, mode="pairs", rubric=None, retries=0)(*compared("ab!", "!c", "cd"))
+    assert scores[:2] == [0.0, 1.0] and scores[5:] == [0.0, 1.0]
+    assert all(isinstance(scores[at], Failed) and "503" in str(scores[at]) for at in (2, 3, 4))
+
+
+def test_texts_bring_no_place_and_a_rubric_has_those_of_its_mode(tmp_path):
+    (tmp_path / "own.txt").write_text("{prompt}: {first} or {second}? {label} {unknown}")
+    rubric = read_rubric(str(tmp_path / "own.txt"), "pairs")
+    with server(lambda _: said("Winner: 0")) as (url, requests, _):
+        columns = {GROUPS: [0, 0]}
+        judge(url, tmp_path, mode="pairs", rubric=rubric)(
+            ["p"] * 2, ["{second}", "{label}"], ["L"] * 2, [True] * 2, columns
+        )
+    assert requests[0][2]["messages"][0]["content"] in (
+        "p: {second} or {label}? L {unknown}",
+        "p: {label} or {second}? L {unknown}",
+    )
+    with pytest.raises(UserError, match=r"own.txt has no \{responses\}, which --judge_mode group needs"):
+        read_rubric(str(tmp_path / "own.txt"), "group")
+    assert facts_of_judge("math, judge", "pairs") == {GROUPS} and not facts_of_judge("judge", "alone")
+    assert not facts_of_judge("math", "group")

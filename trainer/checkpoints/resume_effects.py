@@ -37,7 +37,7 @@ EFFECTS: dict[str, str] = {
         loss loss_weights center_rewards_coef value_head_prefix margin_key beta f_divergence f_alpha label_smoothing
         simpo_gamma nll_loss_coef desirable_weight undesirable_weight label_key
         max_staleness partial_rollouts top_p top_k min_p stop routing_replay rollouts_from dynamic_filtering
-        dynamic_filtering_range reward_range judge_model judge_range judge_args reward_weights reward_clip_range normalize_reward overlong_buffer_len
+        dynamic_filtering_range reward_range judge_model judge_mode judge_range judge_args reward_weights reward_clip_range normalize_reward overlong_buffer_len
         overlong_penalty_factor env_max_turns env_last_turn_text env_answer_max_len env_long_answers env_args env_key
         advantage_estimator gamma lambd policy_lambd policy_lambd_alpha positive_nll_coef no_advantage_std_norm advantage_batch_std
         policy_loss sapo_temperatures cov_share cov_range kl_cov_coef loss_agg mask_truncated eps_clip eps_clip_high dual_clip tis_cap tis_level tis_mask

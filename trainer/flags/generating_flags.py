@@ -72,7 +72,7 @@ EngineFlags = some_flags(
 )
 RewardFlags = some_flags(
     ScoreArguments,
-    "reward_func judge_url judge_model judge_rubric judge_range judge_args judge_key_env judge_timeout judge_retries "
+    "reward_func judge_url judge_model judge_mode judge_rubric judge_range judge_args judge_key_env judge_timeout judge_retries "
     "judge_concurrency judge_cache reward_timeout reward_pretrain reward_weights remote_rm_url remote_rm_api_key remote_rm_timeout "
     "remote_rm_retries max_failed_share reward_range",
 )

@@ -123,9 +123,8 @@ class ScoreArguments:
     )
     judge_url: Optional[str] = arg(None, "judge: an OpenAI-compatible server, such as http://127.0.0.1:8000/v1")
     judge_model: Optional[str] = arg(None, "judge: name of the model there")
-    judge_rubric: Optional[str] = arg(
-        None, "judge: file with its text: {prompt}, {response}, {label} (default: built-in)"
-    )
+    judge_mode: Literal["alone", "pairs", "group"] = arg("alone", "judge: the responses that a request shows")
+    judge_rubric: Optional[str] = arg(None, "judge: file with its text, see docs/rewards.md (default: built-in)")
     judge_range: list[float] = arg(
         [0.0, 10.0], "judge: its lowest and highest score; they become 0 and 1", type=float, nargs=2
     )

@@ -150,7 +150,13 @@ REWARD_RULES = (
     Rule("reward_func", lambda f: f.needs_labels and not f.label_key, "without --label_key",
          "it compares responses with the labels of prompts", "Add --label_key with the column of the answers.",
          which="that compares with labels"),
-    Rule("judge_url judge_model judge_rubric judge_range judge_args judge_key_env judge_timeout judge_retries "
+    Rule("judge_range", lambda f: f.judge_mode == "pairs", "with --judge_mode pairs", "a pair has a winner and no score", REMOVE),
+    Rule("judge_mode", lambda f: f.dataset and f.n_samples_per_prompt < 2, "with --n_samples_per_prompt 1",
+         "a judge compares the responses to a prompt", "Set --n_samples_per_prompt to 2 or more.", values=("pairs", "group")),
+    Rule("judge_mode", lambda f: has_evaluation(f) and f.eval_samples < 2, "with --eval_samples 1",
+         "a judge compares the answers to a prompt", "Set --eval_samples to 2 or more, and --eval_temperature.",
+         values=("pairs", "group")),
+    Rule("judge_url judge_model judge_mode judge_rubric judge_range judge_args judge_key_env judge_timeout judge_retries "
          "judge_concurrency judge_cache", lambda f: not _judges(f), "without judge in --reward_func", "nothing asks a judge",
          "Add judge to --reward_func, or remove the flag."),
     Rule("reward_func", lambda f: _judges(f) and not (f.judge_url and f.judge_model), "without --judge_url and --judge_model",

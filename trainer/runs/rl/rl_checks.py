@@ -54,7 +54,7 @@ def facts_of_rollouts(scores: ScoreArguments) -> dict:
     """What the table of rules may know before the run starts."""
     return {
         "num_ranks": int(os.environ.get("WORLD_SIZE", 1)),
-        "needs_labels": rewards_need_labels(scores.reward_func, scores.judge_rubric),
+        "needs_labels": rewards_need_labels(scores.reward_func, scores.judge_rubric, scores.judge_mode),
     }
 
 
@@ -102,7 +102,7 @@ def judge_options(scores: ScoreArguments) -> JudgeOptions:
     return JudgeOptions(
         scores.judge_url,
         scores.judge_model,
-        read_rubric(scores.judge_rubric),
+        read_rubric(scores.judge_rubric, scores.judge_mode),
         tuple(scores.judge_range),
         read_request(scores.judge_args),
         key_of_environment(scores.judge_key_env),
@@ -110,6 +110,7 @@ def judge_options(scores: ScoreArguments) -> JudgeOptions:
         scores.judge_retries,
         scores.judge_concurrency,
         scores.judge_cache,
+        scores.judge_mode,
     )
 
 

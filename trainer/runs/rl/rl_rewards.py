@@ -15,7 +15,7 @@ from trainer.models.model_loading import load_tokenizer, resolve_adapted_model
 from trainer.models.reward import check_head, lacks_head, make_initial_reward_model, return_token_scores, scoring_pad
 from trainer.rollout.placement import share
 from trainer.rollout.rewards.judge import FOLDER as CACHE
-from trainer.rollout.rewards.judge import Judge
+from trainer.rollout.rewards.judge import Judge, facts_of_judge
 from trainer.rollout.rewards.remote_rewards import read_key, remote_scorer
 from trainer.rollout.rewards.reward_functions import (
     check_scores,
@@ -56,7 +56,8 @@ def build_reward(run, make_batches: Callable) -> Callable:
         return _score_nothing
     else:  # scores come from --env; or from --rollouts_from, and nothing is evaluated
         return lambda samples, group_size: None
-    return TextScores(scorer, setup.tokenizer, stop_ids(setup.tokenizer, setup.folder), wanted_facts(functions))
+    facts = wanted_facts(functions) | facts_of_judge(args.scores.reward_func, args.scores.judge_mode)
+    return TextScores(scorer, setup.tokenizer, stop_ids(setup.tokenizer, setup.folder), facts)
 
 
 def _score_nothing(samples: list, _group_size: int) -> None:

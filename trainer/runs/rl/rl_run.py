@@ -122,7 +122,7 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
     def options_of(args) -> dict:
         options = text_options(args.data) | {"max_len": args.prompts.prompt_max_len}
         options |= {"input_key": args.prompts.input_key, "label_key": args.prompts.label_key}
-        needed = rewards_need_labels(args.scores.reward_func, args.scores.judge_rubric)
+        needed = rewards_need_labels(args.scores.reward_func, args.scores.judge_rubric, args.scores.judge_mode)
         return options | {"needs_labels": needed, "drop_answer": bool(args.kl.teacher)}
 
     rows = load_sets_of(args, args.batch.seed, options_of, names, split, flag)
