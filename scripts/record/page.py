@@ -55,12 +55,14 @@ FINDINGS = """
   `model_accepts_loss_kwargs` to False if the inner model's `forward` has no argument of the name `num_items_in_batch`. The models of
   transformers take this count through `**kwargs`. So the count over all micro-batches is not used, and a step is a mean of means.
   The smallest input is two micro-batches with different numbers of loss tokens. With accumulation 1, or with packed rows, it is equal.
+  The factor: of T loss tokens in four micro-batches, one in a micro-batch with t counts T / (4 t) times.
 - **axolotl 0.19.0, last short batch.** 11 rows, 8 rows a step and 4 epochs are 8 steps: each epoch ends with a step of 3 rows. The run
   ends after 6 steps. The fourth epoch is not trained, without a word. `calculate_total_num_steps` (`axolotl/utils/trainer.py`) takes
   11 x 4 / 8, rounded up. `core/builders/base.py` gives that to the HF Trainer as `max_steps`. For pairs, `common/datasets.py` has the same
-  formula. The smallest input is 3 rows, 2 rows a step and 2 epochs: 3 of 4 steps.
+  formula. Its trainers of pairs do not read `curriculum_sampling`, so their order is random, and only the number of steps is judged. The smallest input is 3 rows, 2 rows a step and 2 epochs: 3 of 4 steps.
 - **Evaluation.** The HF Trainer 5.19, TRL, axolotl and Oumi average the means of batches, weighted by rows. LLaMA-Factory and ms-swift average
   them without weights. Batches with more loss tokens count too little. The training loss is not touched.
+  The smallest input is two batches with different numbers of loss tokens.
 - **The line break behind a turn.** LLaMA-Factory and ms-swift have a `chatml` template of their own. It also trains the line break
   after `<|im_end|>`. The template of the model ends the trained part at `<|im_end|>`, but they do not read it. The plain loop with
   their choice has equal numbers.
@@ -160,7 +162,7 @@ def sizes_text(sizes: dict) -> str:
         )
         for dtype in ("bf16", "fp32")
     }
-    trainers = " and ".join(sorted(sizes))
+    trainers = " and ".join(sorted(name.partition(",")[0] for name in sizes))
     return SIZES.format(trainers=trainers, **{dtype: f"{value:.0e}" for dtype, value in worst.items()})
 
 
