@@ -30,6 +30,34 @@ class Two:
             a()
         else:
             b()
+
+def takes(query) -> bool:
+    fits = query.dtype in HALF
+    return fits and on_gpu(query)
+
+def by_name(tensor):
+    cuda, wanted = torch.cuda.is_available(), 1
+    if not cuda:
+        return 4
+    if takes(tensor) or device == "cuda":
+        return five
+    try:
+        tensor()
+    except Error:
+        if torch.cuda.get_device_capability() < OLD:
+            return 6
+    if torch.version.cuda is None:
+        return 7
+    return 8
+
+def in_a_line(tensors, pinned):
+    pinned = pinned and tensor.is_cuda
+    found = [seven(t) for t in tensors if t.is_cuda]
+    rule = lambda f: f.on_gpu and eight(f)
+    return not device.startswith("cuda") or nine(found)
+
+def ten(tensor):
+    return a() if tensor.device.type == "cpu" else b(tensor)
 """
 
 
@@ -43,15 +71,23 @@ def script():
 
 def test_sides_of_conditions(script, tmp_path):
     (tmp_path / "source.py").write_text(SOURCE)
+    lines = SOURCE.splitlines()
     found = {
-        (branch.function, SOURCE.splitlines()[branch.line - 1].strip())
-        for branch in script.branches(tmp_path / "source.py")
+        (b.function, lines[b.line - 1][max(b.column, 0) :].strip()) for b in script.branches(tmp_path / "source.py")
     }
     assert found == {
         ("one", "return 1"),
         ("one", 'if flag and device.type == "cpu":'),
         ("one", "copy(name)"),
         ("three", "b()"),
+        ("by_name", 'if takes(tensor) or device == "cuda":'),
+        ("by_name", "return five"),
+        ("by_name", "return 6"),
+        ("by_name", "return 8"),
+        ("in_a_line", "seven(t) for t in tensors if t.is_cuda]"),
+        ("in_a_line", "eight(f)"),
+        ("in_a_line", "nine(found)"),
+        ("ten", "b(tensor)"),
     }
 
 
@@ -72,6 +108,8 @@ def test_every_mend_that_can_be_undone_is_still_in_the_code():
 
 def test_lines_that_run_are_noted(script, tmp_path):
     """The tracing itself: a side that a test executes is found, and one that it does not is not."""
-    hits = script.executed(script.all_branches(), ["test/strategies/test_visible_gpus.py"])
-    found = {str(b).rpartition(": ")[0] for b in script.all_branches() if f"{b.path}:{b.line}" in hits}
-    assert found == {"strategies/deepspeed.py: setup_distributed"}
+    tests = ["test/strategies/test_visible_gpus.py", "test/test_gpu_lines.py", "-k", "task_sees or one_piece"]
+    hits = script.executed(script.all_branches(), tests)
+    found = {str(b).rpartition(": ")[0] for b in script.all_branches() if b.place in hits}
+    names = ("strategies/deepspeed.py: setup_distributed", "distributed/mesh.py: resolve_device")
+    assert found == {*names, "models/losses/vocab_parallel.py: _num_pieces"}

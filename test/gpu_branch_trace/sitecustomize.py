@@ -1,29 +1,43 @@
-"""Python runs this file first where it is on PYTHONPATH: note which of the lines that GPU_BRANCH_LINES asks for run.
+"""Python runs this file first where it is on PYTHONPATH: note which of the places that GPU_BRANCH_LINES asks for run.
 
-GPU_BRANCH_LINES is a JSON file {path of a file: [line, ...]}. Each line that runs is appended to GPU_BRANCH_FOUND, once in
-a process, and at once: a process of the trainer may end without its exit functions.
+GPU_BRANCH_LINES is a JSON file {path of a file: [[line, column], ...]}. The column is -1 for a whole line. Each place that
+runs is appended to GPU_BRANCH_FOUND as "path:line:column", once in a process, and at once: a process of the trainer may
+end without its exit functions.
 """
 
+import functools
 import json
 import os
 import sys
 import threading
 
 
+@functools.cache
+def positions(code):
+    """The (line, column) of each instruction."""
+    return [(line, column) for line, _, column, _ in code.co_positions()]
+
+
 def start(wanted_file: str, found_file: str) -> None:
     with open(wanted_file) as file:
-        wanted = {path: set(lines) for path, lines in json.load(file).items()}
+        wanted = {path: set(map(tuple, places)) for path, places in json.load(file).items()}
 
     def in_function(frame, event, _):
-        lines = wanted[frame.f_code.co_filename]
-        if event == "line" and frame.f_lineno in lines:
-            lines.remove(frame.f_lineno)
+        places = wanted[frame.f_code.co_filename]
+        here = [(frame.f_lineno, -1)] if event == "line" else []
+        here += [positions(frame.f_code)[frame.f_lasti // 2]] if event == "opcode" else []
+        for place in places.intersection(here):
+            places.remove(place)
             with open(found_file, "a") as file:
-                file.write(f"{frame.f_code.co_filename}:{frame.f_lineno}\n")
+                file.write(f"{frame.f_code.co_filename}:{place[0]}:{place[1]}\n")
         return in_function
 
     def at_call(frame, event, _):
-        return in_function if wanted.get(frame.f_code.co_filename) else None
+        places = wanted.get(frame.f_code.co_filename)
+        if not places:
+            return None
+        frame.f_trace_opcodes = not places.isdisjoint(positions(frame.f_code))  # slow, so only where it is needed
+        return in_function
 
     sys.settrace(at_call)
     threading.settrace(at_call)

@@ -1,0 +1,160 @@
+"""Single lines and short conditions that only a GPU takes, each with a stand-in for what it asks of CUDA.
+
+docs/gpu.md lists what each test executes. Larger pieces are in test_gpu_sides.py.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed import accelerator
+
+from trainer.compare.machines import measured_memory
+from trainer.distributed import host_offload, mesh
+from trainer.errors import UserError
+from trainer.flags.common_flags import SFTArguments
+from trainer.models.layers import activation_offload
+from trainer.models.losses import vocab_parallel
+from trainer.planning import doctor_findings, doctor_machine, doctor_packages
+from trainer.reports import certificate
+from trainer.rollout.asynchronous import RolloutsAhead
+from trainer.runs import run_models, run_record
+from trainer.runs.start_line import multiplies_bf16
+
+CARD = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Set functions of torch.cuda: `cuda(name=result)`. A result that is an error is raised. Returns the calls, in order."""
+    calls = []
+
+    def one(name, result):
+        def called(*args):
+            calls.append((name, *args))
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        return called
+
+    def put(**results):
+        for name, result in results.items():
+            monkeypatch.setattr(torch.cuda, name, one(name, result))
+        return calls
+
+    return put
+
+
+def test_a_gpu_that_is_not_there_is_named_and_one_that_is_has_fast_bf16(cuda):
+    cuda(is_available=False)
+    with pytest.raises(UserError, match="--device: cuda, but torch finds no CUDA device"):
+        mesh.resolve_device("cuda")
+    assert multiplies_bf16("cuda", cpu_facts="/dev/null")
+
+
+def test_the_name_of_the_card_is_recorded(cuda):
+    calls = cuda(get_device_name="NVIDIA H100")
+    assert certificate.hardware("cuda:1")["device"] == run_record.device_name(CARD) == "NVIDIA H100"
+    assert calls == [("get_device_name", "cuda:1"), ("get_device_name", CARD)]
+
+
+def test_the_identity_of_a_run_names_the_card_and_no_cpu_kernels(cuda, monkeypatch):
+    cuda(get_device_name="NVIDIA H100")
+    records = []
+    monkeypatch.setattr(run_record, "contents", lambda run, flags: {})
+    monkeypatch.setattr(run_record, "sealed", records.append)
+    strategy = SimpleNamespace(device=CARD, is_rank_0=lambda: True)
+    setup = SimpleNamespace(strategy=strategy, attention="sdpa")
+    run_record.identity_of(SimpleNamespace(setup=setup, method=SimpleNamespace(command="train_sft")), SFTArguments())
+    assert records[0]["kernels"] == {"attention": "sdpa", "device": "NVIDIA H100"}
+
+
+@pytest.mark.parametrize(
+    "dtype, on", [(torch.bfloat16, CARD), (torch.float32, CARD), (torch.bfloat16, torch.device("cpu"))]
+)
+def test_widths_of_experts_are_asked_in_half_precision_on_a_gpu(monkeypatch, dtype, on):
+    asked = []
+    for name in ("find_weights", "check_code", "has_sdpa", "disable_dropout", "change_layers"):
+        monkeypatch.setattr(run_models, name, lambda *_: True)
+    monkeypatch.setattr(run_models.model_folder, "check_weights", lambda *_: [])
+    monkeypatch.setattr(run_models, "validate_expert_widths", lambda model, flag: asked.append((model, flag)))
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=3))
+    model = SimpleNamespace(config=config)
+    strategy = SimpleNamespace(device=on, param_dtype=dtype, load_model=lambda *_, **__: model)
+    setup = SimpleNamespace(strategy=strategy, attention="sdpa", resumes=False, tokenizer="abc")
+    assert run_models.load_model(SFTArguments().model, setup, "folder", None) is model
+    assert asked == ([(model, "--pretrain")] if on == CARD and dtype == torch.bfloat16 else [])
+
+
+def test_peaks_of_a_phase_are_those_of_the_allocator(cuda):
+    calls = cuda(memory_allocated=5, max_memory_allocated=9, reset_peak_memory_stats=None, empty_cache=None)
+    watch = measured_memory.Watch(on_gpu=True)
+    watch.begin()
+    with watch.phase("step"):
+        pass
+    assert watch.peaks == {"step": 4, "state": 0}
+    names = [name for name, *_ in calls]
+    assert (
+        names.index("reset_peak_memory_stats") < names.index("max_memory_allocated") and names.count("empty_cache") == 2
+    )
+
+
+def test_storages_of_a_gpu_are_copied_to_the_host_before_they_are_freed():
+    calls = []
+    storage = SimpleNamespace(device=CARD, data_ptr=lambda: 1, resizable=lambda: True)
+    storage.cpu, storage.resize_ = lambda: calls.append("cpu") or "copy", lambda size: calls.append(size)
+    tensor = SimpleNamespace(untyped_storage=lambda: storage, numel=lambda: 3)
+    assert host_offload.take_to_host([tensor, tensor]) == [(storage, "copy")] and calls == ["cpu", 0]
+
+
+def test_a_copy_from_a_gpu_takes_a_stream_of_that_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setattr(activation_offload, "_streams", lambda device: asked.append(device.type) or torch.cpu)
+    monkeypatch.setattr(torch.cpu.Stream, "record_event", lambda stream: "event", raising=False)
+    monkeypatch.setattr(torch.cpu.Stream, "wait_stream", lambda stream, other: None, raising=False)
+    source = torch.ones(3, device="meta")  # as on a GPU: not on the CPU
+    assert activation_offload.HostCopies()._copy(torch.empty(3, device="meta"), source) == "event" and asked == ["meta"]
+
+
+def test_probabilities_of_a_sharded_vocabulary_are_one_piece_on_a_gpu():
+    logits = SimpleNamespace(is_cuda=True, shape=(2, 10**6))
+    assert vocab_parallel._num_pieces(logits, group=None) == 1
+
+
+def test_samples_of_a_thread_are_made_on_a_stream_of_its_own(cuda):
+    calls = cuda(Stream="own", stream="entered")
+    ahead = RolloutsAhead.__new__(RolloutsAhead)
+    ahead.engine = SimpleNamespace(device=CARD)
+    assert ahead._stream() == "entered" and calls == [("Stream", CARD), ("stream", "own")]
+
+
+def test_the_doctor_names_a_driver_without_devices_and_nccl(cuda, monkeypatch):
+    monkeypatch.setattr(doctor_machine, "NVIDIA_DRIVER", SimpleNamespace(exists=lambda: True))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cuda(is_available=False, init=RuntimeError("the driver is too old\nmore"))
+    found = doctor_machine.cuda()
+    assert found.state == "FAIL" and "the driver is too old" in found.text and "CUDA 13.0" in found.cure
+    cuda(is_available=True, device_count=2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    assert doctor_machine._num_seen() == 2 and doctor_machine.nccl().text == "2.27.5"
+
+
+def test_the_doctor_names_an_accelerator_that_is_not_the_gpu(cuda, monkeypatch):
+    cuda(is_available=True)
+    monkeypatch.setattr(accelerator, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu"))
+    found = doctor_packages.deepspeed()
+    assert found.state == "FAIL" and "it takes the cpu instead of the GPU" in found.text
+
+
+def test_the_doctor_asks_nccl_on_a_gpu(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(doctor_findings, "resolve_device", lambda wanted: CARD)
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    [found] = doctor_findings.network_findings()
+    assert (found.state, found.text) == ("FAIL", "nccl: no network")
