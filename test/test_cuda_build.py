@@ -7,7 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from launch import ROOT, run_process
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.planning.plan_memory import pinned_bytes, sizes_of
 
 KIT = ROOT / "test/fake_gpu"
 ENVIRONMENT = Path(os.environ.get("FAKE_GPU_ENVIRONMENT", ROOT / "build/fake_gpu_environment"))
@@ -63,3 +67,18 @@ def test_pinned_memory_is_at_most_a_tenth_larger_than_needed():
     assert taken > 1.2 * needed, "torch rounds up no more: then the pool can go"
     pairs = [*found["saves"], found["a frozen model"], found["activations"]]
     assert len(pairs) == 4 and all(needed <= taken <= 1.1 * needed for needed, taken in pairs), found
+
+
+@pytest.mark.skipif(not (ENVIRONMENT / ".installed").exists(), reason="test/fake_gpu/run.sh makes its environment")
+def test_offloading_pins_what_the_plan_says(tmp_path):
+    rows = tmp_path / "rows.json"
+    flags = ["--only", "fsdp2 --adam_offload", "--folder", str(tmp_path / "cells"), "--out", str(rows)]
+    code, output = run_process(
+        ["bash", str(KIT / "run.sh"), *flags], timeout=300, FAKE_GPU_ENVIRONMENT=str(ENVIRONMENT)
+    )
+    assert code == 0, output[-3000:]
+    with torch.device("meta"):
+        sizes = sizes_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "cells/model")))
+    for row in json.loads(rows.read_text()):  # weights, gradients, and gradients of a micro-batch
+        planned = 3 * pinned_bytes(sizes, row["ranks"])
+        assert planned <= row["pinned"] <= 1.1 * planned, row

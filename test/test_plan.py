@@ -21,7 +21,7 @@ from trainer.flags.rules import refuse
 from trainer.planning import auto_layout
 from trainer.planning import layout_plan as plan_report
 from trainer.planning.plan_inputs import Machine, Work, machine_of
-from trainer.planning.plan_memory import Layout, needs, saved_bytes_per_token, sizes_of
+from trainer.planning.plan_memory import Layout, needs, pinned_bytes, saved_bytes_per_token, sizes_of
 from trainer.planning.plan_traffic import Sent, step_seconds, traffic
 from trainer.planning.predicted_memory import predict
 from trainer.runs.features import chosen_layout
@@ -121,6 +121,20 @@ def test_memory_is_the_measured_formula_and_activations():
     # 12.4 GB of weights and states, 4.1 of gradients, and of 1000 tokens 36 layers and the logits
     activations = 36 * saved_bytes_per_token(s) + 4 * s.mlp_width + 12 * s.vocab
     assert same.step - found.step == pytest.approx(1000 * activations)
+
+
+def test_offloaded_weights_and_gradients_are_rounded_up_to_powers_of_two():
+    """The sum of a plain loop. test_cuda_build.py compares it with what the CUDA build pins."""
+    model, rounded = meta_model("qwen3-8b"), 0
+    for parameter in model.parameters():
+        size = 1
+        while size < 4 * parameter.numel() / 8:
+            size *= 2
+        rounded += size
+    s = sizes_of(model)
+    assert pinned_bytes(s, 8) == rounded > 4 * s.num_params / 8
+    found = needs(Layout("fsdp2", 3, dp_shard=8, offload=True), s, 1000)
+    assert found.host == pytest.approx(3 * rounded + 8 * s.num_params / 8)  # the third: gradients of a micro-batch
 
 
 def test_sizes_of_a_mixture_of_experts():

@@ -97,6 +97,12 @@ def count_waits(found):
     loop.train_step = counted
 
 
+def pinned_bytes():
+    count = ctypes.CDLL(None).fake_cuda_pinned
+    count.restype = ctypes.c_size_t
+    return count()
+
+
 def place(path):
     """A file's path without the folders of this machine."""
     for part in (f"{ROOT}/", "site-packages/"):
@@ -130,6 +136,7 @@ def rank_of(cell, flags, rank, ranks, port, log, out, gpu):
         importlib.import_module(f"trainer.cli.{cell.command}").run([*flags, "--output_dir", str(out)])
         if gpu:
             found["peak"] = torch.cuda.max_memory_allocated() / 2**20
+            found["pinned"] = pinned_bytes()
             found["without"] = sorted(values.WITHOUT)
     except UserError as error:
         found, code = {"result": f"refused: {error}"}, 2

@@ -70,6 +70,7 @@ class Sizes:
     experts_per_token: int
     vocab: int
     config: object
+    tensors: tuple[int, ...]  # parameters of each tensor
 
     def flops_per_token(self, mean_length: float) -> float:
         return flops_per_token(self.config, self.active_params, mean_length)
@@ -102,7 +103,13 @@ def sizes_of(model: torch.nn.Module) -> Sizes:
         value_width=kv_heads * value_dim, out_width=heads * value_dim,
         normed_width=(heads + kv_heads) * query_dim * has_head_norms, mlp_width=width,
         experts_per_token=chosen if experts else 0, vocab=text.vocab_size, config=model.config,
+        tensors=tuple(parameter.numel() for parameter in model.parameters()),
     )  # fmt: skip
+
+
+def pinned_bytes(s: Sizes, num_ranks: int) -> int:
+    """Bytes of one rank's fp32 shards in torch's pinned memory, which rounds each tensor up to a power of two."""
+    return sum(1 << (FP32 * -(-size // num_ranks) - 1).bit_length() for size in s.tensors)
 
 
 def _expert_params(layer: torch.nn.Module) -> int:
@@ -170,8 +177,10 @@ def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", has_frozen
         return Needs(found.load, found.step + extra, found.state, host)
     state, gathered = (MASTERS + MOMENTS + GRADS) * p / n, found.step - found.state - GRADS * p / n
     buffers = max(min(state, BUFFER_BYTES), (MASTERS + BF16) * layer)  # of checkpoints, and one tensor of the model
-    if layout.backend == "fsdp2":
-        buffers = max(buffers, GRADS * p / n)  # gradients of a micro-batch, before they are added to the earlier ones
+    if layout.backend == "fsdp2":  # weights and gradients are pinned
+        pinned = pinned_bytes(s, layout.tp * n)
+        state += 2 * pinned - (MASTERS + GRADS) * p / n
+        buffers = max(buffers, pinned)  # gradients of a micro-batch, before they are added to the earlier ones
     return Needs(0.0, max(gathered, (3 * BF16 + FP32) * layer) + extra, 0.0, state + buffers)
 
 
