@@ -10,14 +10,20 @@ FOLDER = Path(__file__).parent / "datasets" / "public_shapes"
 SHAPES = sorted(path.stem for path in FOLDER.glob("*.json"))
 BODY = "{% for m in messages %}{{ HEAD + m.role + '\n' + m.content + END + '\n' }}{% endfor %}"
 BODY += "{% if add_generation_prompt %}{{ HEAD + 'assistant\n' }}{% endif %}"
+CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + ' ' + c.function.arguments|tojson + '</call>' }}"
+)
+CALLS += "{% endfor %}{{ END + '\n' }}{% endfor %}"
+WITH_TOOLS = "{% if tools %}{{ HEAD + 'tools\n' + tools|tojson + END + '\n' }}{% endif %}"
+WITH_TOOLS += BODY.replace(" + END + '\n' }}{% endfor %}", " }}" + CALLS)
 MARKS = {"BPE": ("<|im_start|>", "<|im_end|>"), "SentencePiece": ("# ", "</s>")}
 MARKS["BPE with another eos"] = MARKS["BPE"]
 
 
 @functools.cache
-def tokenizer_of(kind: str):
+def tokenizer_of(kind: str, has_tools: bool = False):
     head, end = MARKS[kind]
-    template = BODY.replace("HEAD", f"'{head}'").replace("END", f"'{end}'")
+    template = (WITH_TOOLS if has_tools else BODY).replace("HEAD", f"'{head}'").replace("END", f"'{end}'")
     if kind != "SentencePiece":
         file = DATA / "tokenizers" / "torchtune-tiny-bpe-2k" / "tokenizer.json"
         eos = "<|im_end|>" if kind == "BPE" else "<|endoftext|>"

@@ -46,11 +46,11 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("hf")))
 
 
-def tokenize(task: str, rows: list[dict], folder: Path, kind: str, **flags):
+def tokenize(task: str, rows: list[dict], folder: Path, kind: str, has_tools: bool = False, **flags):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = load_rows(str(path), flag="--dataset", split="train")
-    return TASKS[task](loaded, tokenizer_of(kind), **COMMON | FLAGS[task] | flags)
+    return TASKS[task](loaded, tokenizer_of(kind, has_tools), **COMMON | FLAGS[task] | flags)
 
 
 def start_of_table_row(shape: dict) -> str:
@@ -72,7 +72,7 @@ def test_the_page_has_a_row_for_each_shape_and_no_other():
 def test_a_public_shape_is_its_conversation(name, kind, tmp_path):
     shape = json.loads((FOLDER / f"{name}.json").read_text())
     task = shape["task"]
-    samples, ledger = tokenize(task, shape["rows"], tmp_path, kind, **shape["flags"])
+    samples, ledger = tokenize(task, shape["rows"], tmp_path, kind, "tools" in shape["rows"][0], **shape["flags"])
     assert len(samples) == len(shape["want"])
     if "labels" in shape:
         assert samples["label"][:] == shape["labels"]

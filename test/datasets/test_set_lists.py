@@ -77,7 +77,7 @@ def test_all_public_shapes_of_a_command_are_one_run(task, tmp_path):
     args = parsed(command, {"dataset": entries}, tmp_path, *flags)
     if task == "prompt":
         args.scores.reward_func = None
-    samples, ledger = load(command, args, tokenizer_of("BPE"))
+    samples, ledger = load(command, args, tokenizer_of("BPE", has_tools=True))
     assert len(samples) == len(wants) == ledger["num_samples"] and list(samples["row"]) == list(range(len(wants)))
     for sample, want in zip(samples, wants, strict=True):
         if task == "pairs":
