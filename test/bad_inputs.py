@@ -1,4 +1,4 @@
-"""280 bad inputs over all commands: each one ends with exit code 2 and one line `error: ...`, the last one, without a traceback.
+"""300 bad inputs over all commands: each one ends with exit code 2 and one line `error: ...`, the last one, without a traceback.
 
     python test/bad_inputs.py [FIRST WORDS OF CASES ...] [--every N]
     python test/bad_inputs.py --ranks torchrun|folder|trainer [--sample]      each on 2 ranks, which are started for real
@@ -26,13 +26,17 @@ from trainer.cli.__main__ import RANKED
 
 SECONDS = 60  # of one case
 SIZES = "--train_batch_size 4 --micro_train_batch_size 2 --max_steps 1 --param_dtype fp32"  # also for 2 ranks
+ROLLOUT = (
+    "ppo --pretrain demo/model --dataset demo/prompts.jsonl --label_key label --output_dir out --rollout_batch_size 2 "
+    f"--n_samples_per_prompt 2 --prompt_max_len 64 --generate_max_len 4 --advantage_estimator group_norm {SIZES}"
+)
 MACROS = {
     "@sft": f"sft --pretrain demo/model --dataset demo/sft.jsonl --apply_chat_template --output_dir out {SIZES}",
     "@rm": f"rm --pretrain demo/model --dataset demo/pairs.jsonl --output_dir out {SIZES}",
     "@dpo": f"dpo --pretrain demo/model --dataset demo/pairs.jsonl --output_dir out {SIZES}",
     "@kd": f"kd --pretrain demo/model --teacher demo/model --dataset demo/sft.jsonl --apply_chat_template --output_dir out {SIZES}",
-    "@ppo": "ppo --pretrain demo/model --dataset demo/prompts.jsonl --label_key label --reward_func exact_match --output_dir out "
-    f"--rollout_batch_size 2 --n_samples_per_prompt 2 --generate_max_len 4 --advantage_estimator group_norm {SIZES}",
+    "@ppo": f"{ROLLOUT} --reward_func exact_match",
+    "@scores": ROLLOUT,  # without a source of scores
 }
 CASES = r"""
 nocommand
@@ -92,12 +96,13 @@ sft --config .
 @sft --dataset demo/sft.jsonl,none.jsonl
 @sft --dataset demo/sft.jsonl,demo/sft.jsonl --dataset_probs 0.5
 @sft --dataset demo/sft.jsonl,demo/sft.jsonl --dataset_probs 0.5,x
-@sft --dataset demo/sft.jsonl,demo/sft.jsonl --dataset_probs 0.9,0.9
-@sft --dataset demo/sft.jsonl,demo/sft.jsonl --dataset_probs -1,2
+@sft --dataset demo/sft.jsonl,demo/sft.jsonl --dataset_probs 0.9,0
+@sft --dataset demo/sft.jsonl,demo/sft.jsonl --dataset_probs=-1,2
 @sft --dataset_split test
 @sft --input_key question
 @sft --input_key prompt --output_key answer --dataset keys.jsonl
-@sft --pretrain_mode --input_key nothing
+sft --pretrain demo/model --dataset keys.jsonl --output_dir out --pretrain_mode --input_key nothing
+@sft --pretrain_mode
 @sft --input_template 'no place'
 @sft --tokenizer_chat_template nowhere.jinja
 @sft --tokenizer_chat_template '{% if %}'
@@ -212,7 +217,7 @@ sft --config .
 @rm --chosen_key nothing
 @rm --margin_key nothing
 @rm --value_head_prefix ''
-@rm --exact
+@rm --exact --param_dtype bf16
 @dpo --beta x
 @dpo --beta -1
 @dpo --loss nothing
@@ -233,28 +238,30 @@ sft --config .
 @kd --kd_temperature 0
 @kd --streaming
 kd --pretrain demo/model --dataset demo/sft.jsonl --apply_chat_template
-@ppo --reward_func nowhere.py
-@ppo --reward_func nothing
-@ppo --reward_func ''
-@ppo --reward_func syntax.py
-@ppo --reward_func empty.py
-@ppo --reward_func raises.py
-@ppo --reward_func raises_at_import.py
-@ppo --reward_func texts.py
-@ppo --reward_func short.py
-@ppo --reward_func math --label_key nothing
-@ppo --reward_pretrain demo/model
-@ppo --reward_pretrain nowhere
-@ppo --remote_rm_url nothing
-@ppo --remote_rm_url http://127.0.0.1:9/get --remote_rm_retries 0
-@ppo --env nowhere.py
-@ppo --env syntax.py
+@scores --reward_func nowhere.py
+@scores --reward_func nothing
+@scores --reward_func ''
+@scores --reward_func syntax.py
+@scores --reward_func empty.py
+@scores --reward_func raises.py
+@scores --reward_func raises_at_import.py
+@scores --reward_func texts.py
+@scores --reward_func short.py
+@scores --reward_func math --label_key nothing
+@scores --reward_pretrain demo/model
+@scores --reward_pretrain nowhere
+@scores --remote_rm_url nothing
+@scores --remote_rm_url http://127.0.0.1:9/get --remote_rm_retries 0
+@scores --env nowhere.py
+@scores --env syntax.py
 @ppo --advantage_estimator nothing
 @ppo --advantage_estimator gae --critic_pretrain nowhere
 @ppo --n_samples_per_prompt 1
 @ppo --n_samples_per_prompt 0
 @ppo --rollout_batch_size 0
-@ppo --rollout_batch_size 3
+@ppo --rollout_batch_size x
+@ppo --reward_pretrain demo/model
+@ppo --generate_max_len 1000
 @ppo --temperature -1
 @ppo --temperature 0
 @ppo --top_p 2
@@ -269,7 +276,7 @@ kd --pretrain demo/model --dataset demo/sft.jsonl --apply_chat_template
 @ppo --engine_urls localhost
 @ppo --preset nothing
 @ppo --kl_estimator k9
-@ppo --eps_clip 2
+@ppo --eps_clip -1
 @ppo --dual_clip 0.5
 @ppo --stop ''
 @ppo --reward_weights 1 2
@@ -278,14 +285,24 @@ kd --pretrain demo/model --dataset demo/sft.jsonl --apply_chat_template
 @ppo --ema_beta 2
 @ppo --rollouts_from none.jsonl
 @ppo --sample_pages -1
+eval
+eval --pretrain demo/model
+eval --pretrain nowhere --eval_dataset demo/prompts.jsonl --label_key label --reward_func exact_match
+eval --pretrain demo/model --eval_dataset none.jsonl --label_key label --reward_func exact_match
+eval --pretrain demo/model --eval_dataset demo/prompts.jsonl --prompt_max_len 64 --generate_max_len 4
+eval --pretrain demo/model --eval_dataset demo/prompts.jsonl --label_key nothing --reward_func exact_match --prompt_max_len 64 --generate_max_len 4
+eval --pretrain demo/model --eval_dataset demo/prompts.jsonl --label_key label --reward_func exact_match --output_dir used
+serve_train
+serve_train --pretrain nowhere
+serve_train --pretrain demo/model --port 99999
 check
 check nowhere
 check demo/sft.jsonl
 plan
-plan /nowhere
+plan /nowhere --gpus 8
 plan demo/model --gpus 0
 plan demo/model --gpus x
-plan demo/sft.jsonl
+plan demo/sft.jsonl --gpus 8
 doctor stray
 doctor --nothing
 export
@@ -295,10 +312,13 @@ export demo out2
 export demo/model out2 --portable
 export demo/model out2 --dtype fp8
 export damaged/step_1 out2
-make_demo demo/sft.jsonl
-make_demo /proc/none
+make_demo stray
+make_demo --output_dir demo/sft.jsonl
+make_demo --output_dir /proc/none
 prepare_data
-prepare_data --dataset none.jsonl
+prepare_data --pretrain demo/model --output_dir tokens --dataset none.jsonl
+prepare_data --pretrain nowhere --output_dir tokens --dataset demo/sft.jsonl
+prepare_data --pretrain demo/model --output_dir demo --dataset demo/sft.jsonl
 report nowhere
 report demo
 report
@@ -324,15 +344,15 @@ SAMPLE = (
     "@sft --lora_rank 4 --target_modules nothing",
     "@dpo --dataset same_pair.jsonl",
     "@kd --teacher nowhere",
-    "@ppo --reward_func raises.py",
+    "@scores --reward_func raises.py",
 )
 REWARDS = {
     "syntax": "def score(:\n",
     "empty": "",
-    "raises": "def reward(responses, **kwargs):\n    raise ValueError('no')\n",
+    "raises": "def reward_func(prompts, responses, labels):\n    raise ValueError('no')\n",
     "raises_at_import": "raise RuntimeError('no')\n",
-    "texts": "def reward(responses, **kwargs):\n    return ['a' for _ in responses]\n",
-    "short": "def reward(responses, **kwargs):\n    return []\n",
+    "texts": "def reward_func(prompts, responses, labels):\n    return ['a' for _ in responses]\n",
+    "short": "def reward_func(prompts, responses, labels):\n    return []\n",
 }
 USER, ANSWER = {"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}
 ROWS = {  # files of one bad row; rows of the demo follow no one

@@ -111,15 +111,21 @@ def wanted_facts(functions: dict[str, Callable]) -> frozenset[str]:
     return frozenset(taken) & {*TOKEN_FACTS, GROUPS}
 
 
+def check_file(name: str) -> None:
+    """Raise UserError for a reward that is neither built in nor a function of a Python file that is there."""
+    path, _ = path_and_function(name)
+    if name not in (*BUILT_IN, JUDGE) and not (path.endswith(".py") and os.path.isfile(path)):
+        raise UserError(
+            FLAG, f"{name} is not a Python file", f"{', '.join(BUILT_IN)}, judge, FILE.py or FILE.py:FUNCTION"
+        )
+
+
 def load_reward_function(name: str) -> Callable:
     """A built-in reward, or a function of a Python file: reward_func, or F of FILE.py:F. Raises UserError if there is none."""
     if name in BUILT_IN:
         return BUILT_IN[name]
+    check_file(name)
     path, own = path_and_function(name)
-    if not (path.endswith(".py") and os.path.isfile(path)):
-        raise UserError(
-            FLAG, f"{name} is not a Python file", f"{', '.join(BUILT_IN)}, judge, FILE.py or FILE.py:FUNCTION"
-        )
     found = vars(import_code(path, FLAG))
     if own == OWN and OWN not in found:
         own = "compute_score"  # verl's name

@@ -23,7 +23,7 @@ from trainer.rollout.rewards.judge import (
     rewards_need_labels,
 )
 from trainer.rollout.rewards.remote_rewards import read_key, split_urls
-from trainer.rollout.rewards.reward_functions import JUDGE, function_names
+from trainer.rollout.rewards.reward_functions import JUDGE, check_file, function_names
 from trainer.rollout.shares import sizes_of_pass
 from trainer.runs.flag_checks import check_flags
 
@@ -88,6 +88,8 @@ def check_rewards(scores: ScoreArguments, environment: EnvironmentArguments, nee
         split_urls(scores.remote_rm_url)
         if scores.remote_rm_api_key:
             read_key("--remote_rm_api_key", scores.remote_rm_api_key)
+    for name in function_names(scores.reward_func):
+        check_file(name)
     if JUDGE in function_names(scores.reward_func):
         judge_options(scores)
     check_bounds("--reward_range", scores.reward_range)
