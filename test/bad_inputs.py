@@ -109,7 +109,6 @@ sft --pretrain demo/model --dataset keys.jsonl --output_dir out --pretrain_mode 
 @sft --tokenizer_chat_template '{{ messages[9].content }}'
 @sft --template_args '[1]'
 @sft --template_args '{'
-@sft --ignore_columns nothing
 @sft --eval_dataset none.jsonl
 @sft --eval_steps 1
 @sft --evals_per_epoch 2
