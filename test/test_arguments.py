@@ -1,5 +1,6 @@
 """Every flag does what it says: what is given on the command line or in a config file is what the command sees."""
 
+import re
 import typing
 from types import SimpleNamespace
 
@@ -132,4 +133,15 @@ def test_a_value_of_another_type_is_refused_in_words(tmp_path, name, value, allo
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({name: value}))
     with pytest.raises(UserError, match=rf"^--{name}: .*\(allowed: .*{allowed}\)$"):
+        parse("--config", str(config))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(b"- a\n- b\n", "a list"), (b"a: [1\n", "not a YAML file: "), (b"\xfc\x00", "not a YAML file: ")],
+)
+def test_a_config_that_holds_no_flags_is_named(tmp_path, content, told):
+    config = tmp_path / "run.yaml"
+    config.write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(f"--config {config}: {told}")):
         parse("--config", str(config))

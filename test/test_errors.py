@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -161,3 +162,13 @@ def test_every_flag_of_openrlhf_style_scripts_is_known():
         max_ckpt_num load_checkpoint save_path output_dir use_wandb wandb_project use_tensorboard config"""
     missing = [flag for flag in promised.split() if f"--{flag} " not in output and f"--{flag}\n" not in output]
     assert not missing
+
+
+def test_a_reader_that_leaves_is_one_line_and_no_traceback():
+    code = "from trainer.entry import run_command; run_command(lambda _: [print('x' * 9999, flush=True) for _ in range(99)])"
+    command = f'{sys.executable} -c "{code}" | head -c 5; exit ${{PIPESTATUS[0]}}'
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert run.returncode == 2 and run.stdout == "xxxxx"
+    assert run.stderr.splitlines() == [
+        "error: standard output: nothing reads it any more, as after `| head`. Write it to a file, or read all of it."
+    ]

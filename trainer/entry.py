@@ -91,6 +91,11 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
         if "does not have a deterministic implementation" in str(error):  # torch's words
             _tell(f"--deterministic: {str(error).split(',')[0]} (allowed: --deterministic false)")
             leave(EXIT_USER_ERROR)
+        if isinstance(error, BrokenPipeError) and _is_unread(1):
+            _tell(
+                "standard output: nothing reads it any more, as after `| head`. Write it to a file, or read all of it."
+            )
+            leave(EXIT_USER_ERROR)
         if isinstance(error, OSError) and error.errno in DISK_FAULTS:
             _wait_for_other_ranks(OTHER_RANKS_WAIT_SECONDS)
             where = error.filename2 or error.filename or "a file of the run"
@@ -221,6 +226,13 @@ def leave(code: int) -> None:
 def _is_out_of_memory(error: Exception) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "DefaultCPUAllocator" in str(error)
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Whether a descriptor is a pipe whose reader is gone."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _is_lost_peer(error: Exception) -> bool:

@@ -8,6 +8,7 @@ import math
 import re
 import typing
 from collections.abc import Iterable
+from types import NoneType
 from typing import Any, Optional
 
 import yaml
@@ -131,7 +132,7 @@ def _parse(groups: list[type], command: str, description: Optional[str], argv: l
 
 
 def _check_config_files(argv: list[str], command: str, fields: dict[str, dataclasses.Field]) -> None:
-    """Raise UserError for all keys of a file of --config that are no flags, each with what to write instead."""
+    """Raise UserError for a file of --config that is no YAML of flags, or for all keys that are no flags, with their cures."""
     known = {"config", *fields, *(alias for field in fields.values() for alias in field.metadata["aliases"])}
     for place, text in enumerate(argv):
         name, is_joined, path = text.partition("=")
@@ -141,8 +142,13 @@ def _check_config_files(argv: list[str], command: str, fields: dict[str, datacla
         try:
             with open(path) as file:
                 values = yaml.safe_load(file)
-        except (OSError, ValueError, yaml.YAMLError):
-            continue  # the parser says what is wrong with the file
+        except OSError:
+            continue  # the parser says that there is no such file
+        except (ValueError, yaml.YAMLError) as error:
+            found = " ".join(str(error).replace('"<unicode string>", ', "").split())
+            raise UserError(f"--config {path}", f"not a YAML file: {found}"[:400], "lines FLAG: VALUE") from None
+        if not isinstance(values, (dict, NoneType)):
+            raise UserError(f"--config {path}", f"a {type(values).__name__}", "lines FLAG: VALUE")
         unknown = list(leaves(values, known)) if isinstance(values, dict) else []
         if unknown:
             what = "a key that is no flag" if len(unknown) == 1 else f"{len(unknown)} keys that are no flags"
