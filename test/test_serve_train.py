@@ -14,8 +14,12 @@ from launch import LAUNCHER, ROOT, _environment, read_steps, train_many
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainer.cli.serve_train import check
+from trainer.compare.machines.forked_ranks import run_ranks
 from trainer.datasets.demos.demo import make_demo
 from trainer.model_folders.adapter_tensors import initial_tensors
+from trainer.rollout.engines.sampling import Sampling
+from trainer.runs.api.api_run import client_models
 
 RATE, RANK, SEED, STEPS, BATCH = 5e-3, 4, 7, 3, 6
 
@@ -179,6 +183,46 @@ def test_policy_losses_interleaved_clients_and_saved_states(served):
     client.delete("training_runs/{}/checkpoints/weights/there".format(there.split("/")[2]))
     lost = client.ask("load_weights", **client.next(copy), path=there, optimizer=False)
     assert "no such saved weights" in client.result(lost)["error"]
+
+
+LAYOUTS = {"one rank": (1, []), "dp 2": (2, []), "tp 2": (2, ["--tensor_parallel_size", "2"])}
+
+
+def test_layouts_give_the_losses_of_one_rank(tmp_path):
+    """Losses, gradient norms and log-probs of steps of two clients in turns, and samples after them."""
+    make_demo(str(tmp_path / "demo"))
+    flags = ["--pretrain", f"{tmp_path}/demo/model", "--lora_rank", "8", "--param_dtype", "fp32", "--device", "cpu"]
+    data = [rows[: 5 + n] for n, rows in enumerate(batches(tmp_path)[:2])]  # of 5 rows, one rank has more
+    adam = {"learning_rate": RATE, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip_norm": 1.0}
+
+    def run(name: str) -> None:
+        given, args = check([*flags, *LAYOUTS[name][1], "--micro_train_batch_size", "2", "--max_len", "64"])
+        models, _ = client_models(args, given.server.sample_batch_size)
+        found = []
+        for number in (0, 1):
+            models.create(f"{number}", (RANK, 8)[number], SEED + number)
+        for rows in data:
+            own = [{"input_ids": row["input_ids"]} | {k: np.array(row[k]) for k in row.keys() - {"input_ids"}} for row in rows]  # fmt: skip
+            for number in ("0", "1"):
+                columns, metrics = models.forward_backward(number, own, "cross_entropy", {}, False)
+                found += [metrics["loss:sum"], models.optim_step(number, **adam)["metrics"]["grad_norm"]]
+                found += np.concatenate(columns["logprobs"]).tolist()
+        models.keep_sampler("s", "0", None, {})
+        prompts, sampling = [(data[0][0]["input_ids"], 3)], Sampling(1.0, 9, (2,))
+        [(sequences, of_prompt)] = models.sample("s", prompts, sampling, [1, 2, 3], [True])
+        found += of_prompt[1:].tolist()
+        for tokens, log_probs, _ in sequences:
+            found += [*tokens, *log_probs]
+        if models.strategy.is_rank_0():
+            (tmp_path / name).write_text(json.dumps(found))
+
+    for name, (num_ranks, _) in LAYOUTS.items():
+        ending = run_ranks(lambda name=name: run(name), num_ranks, tmp_path / "log", timeout=150)
+        assert ending.kind == "done", f"{name}: {ending.text} {(tmp_path / 'log').read_text()[-2000:]}"
+    one, *others = [np.array(json.loads((tmp_path / name).read_text())) for name in LAYOUTS]
+    for found in others:
+        assert np.abs(found - one).max() < 1e-5
+    assert len(one) > 150
 
 
 def test_samples_are_of_the_saved_weights(served):

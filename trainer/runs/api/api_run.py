@@ -21,16 +21,15 @@ from trainer.runs.api.client_models import ClientModels
 from trainer.runs.features.adapter import add_adapter_of_flags
 from trainer.runs.output_folders import make_writable
 from trainer.runs.run_models import load_model
-from trainer.runs.run_setup import set_up
+from trainer.runs.run_setup import Setup, set_up
 
 END = "end"
 
 
-def serve(args: SFTArguments, server, limits: HTTPLimits) -> None:
-    """Answer clients until SIGTERM or SIGINT. `server` has the flags host, port and max_clients."""
+def client_models(args: SFTArguments, sample_batch_size: int) -> tuple[ClientModels, Setup]:
+    """The models of clients on all ranks. One rank samples at most `sample_batch_size` responses at a time."""
     setup = set_up("train_sft", args, longest=args.length.max_len, rolls_out=True)
     strategy, flags = setup.strategy, args.lora
-    folder = broadcast_object(args.output.output_dir or time.strftime("runs/serve_train-%Y%m%d-%H%M%S"))
     for line in notes_of_template(setup.tokenizer) if setup.tokenizer.chat_template else ():
         strategy.print(line)  # clients tokenize prompts alone
     model = load_model(args.model, setup, setup.folder, AutoModelForCausalLM)
@@ -38,11 +37,18 @@ def serve(args: SFTArguments, server, limits: HTTPLimits) -> None:
         add_adapter_of_flags(flags, strategy, model, args.model.pretrain)
 
     def build_engine() -> HFEngine:
-        options = {"dtype": strategy.param_dtype, "device": strategy.device, "batch_size": server.sample_batch_size}
+        options = {"dtype": strategy.param_dtype, "device": strategy.device, "batch_size": sample_batch_size}
         return HFEngine(setup.folder, setup.tokenizer, **options, trust_remote_code=setup.trust_remote_code)
 
     sizes = {"alpha": flags.lora_alpha, "row_limit": args.batch.micro_train_batch_size, "seed": args.batch.seed}
-    models = ClientModels(strategy, model, setup.tokenizer, **sizes, build_engine=build_engine)
+    return ClientModels(strategy, model, setup.tokenizer, **sizes, build_engine=build_engine), setup
+
+
+def serve(args: SFTArguments, server, limits: HTTPLimits) -> None:
+    """Answer clients until SIGTERM or SIGINT. `server` has the flags host, port and max_clients."""
+    models, setup = client_models(args, server.sample_batch_size)
+    strategy = setup.strategy
+    folder = broadcast_object(args.output.output_dir or time.strftime("runs/serve_train-%Y%m%d-%H%M%S"))
     jobs: SimpleQueue[Job] = SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM):  # the other ranks end when rank 0 does
         signal.signal(number, (lambda *_: jobs.put(Job(END, {}))) if strategy.is_rank_0() else (lambda *_: None))
@@ -51,7 +57,7 @@ def serve(args: SFTArguments, server, limits: HTTPLimits) -> None:
         stops = stop_ids(setup.tokenizer, setup.folder)
         offer = Offer(
             args.model.pretrain, args.length.max_len, server.max_clients, stops,
-            model.config.get_text_config().vocab_size, os.path.abspath(folder), args.batch.seed, bool(flags.lora_rank),
+            models.model.config.get_text_config().vocab_size, os.path.abspath(folder), args.batch.seed, models.is_lora,
         )  # fmt: skip
         listening = listen(server.host, server.port)
         web = server_of(TrainingService(jobs, offer, limits).app(), limits)
