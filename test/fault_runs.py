@@ -10,11 +10,12 @@ jumps an hour back, and a day on, which brings no save by --save_interval_minute
 - An intact checkpoint is there: the old one, or the new one.
 - The same command, without a fault, resumes and ends. Its losses and weights are bitwise those of an undisturbed run.
 
-Each run is a fork of one process, which has the imports. `--sample N` takes N faults at random. Flags after -- are
-added to those of the run.
+Each run is a fork of one process, which has the imports. `--sample N` takes N faults at random, and `--minutes N` as many
+as fit. Flags after -- are added to those of the run.
 """
 
 import argparse
+import faulthandler
 import importlib
 import json
 import os
@@ -41,16 +42,23 @@ from trainer.compare.runs.launch import free_port
 from trainer.datasets.demos.demo import make_demo
 from trainer.training.checkpointing import Checkpoints
 
-SECONDS = 120  # of one run
 COMPARED = ("loss", "grad_norm", "lr", "batch_hash", "tokens_seen")
 
 
 def forked(
-    flags: list[str], log: Path, num_ranks: int, rank: int, layer: FaultLayer, at_end: Callable[[], None], stop_at: int
+    flags: list[str],
+    log: Path,
+    seconds: int,
+    num_ranks: int,
+    rank: int,
+    layer: FaultLayer,
+    at_end: Callable[[], None],
+    stop_at: int,
 ) -> tuple[list[int], str]:
     """(exit codes, output) of forks that run train_sft as ranks. The layer is on one rank, from its Checkpoints on.
 
-    That rank calls `at_end` as it ends well. With `stop_at`, the run ends after that step.
+    That rank calls `at_end` as it ends well. With `stop_at`, the run ends after that step. Raises AssertionError, with
+    the tracebacks of the ranks, for a run that takes longer than `seconds`.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -61,8 +69,8 @@ def forked(
         if not pids[-1]:
             os.environ.update(RANK=str(number), LOCAL_RANK=str(number), MASTER_PORT=str(port), MASTER_ADDR="127.0.0.1")
             os.environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
-            _be_rank(flags, log, layer if number == rank else None, at_end, stop_at)
-    codes, deadline = {}, time.monotonic() + SECONDS
+            _be_rank(flags, log, seconds, layer if number == rank else None, at_end, stop_at)
+    codes, deadline = {}, time.monotonic() + seconds
     while len(codes) < num_ranks:
         for pid in (pid for pid in pids if pid not in codes):
             if (found := os.waitpid(pid, os.WNOHANG))[0]:
@@ -78,12 +86,13 @@ def forked(
 
 
 def _be_rank(
-    flags: list[str], log: Path, layer: FaultLayer | None, at_end: Callable[[], None], stop_at: int
+    flags: list[str], log: Path, seconds: int, layer: FaultLayer | None, at_end: Callable[[], None], stop_at: int
 ) -> NoReturn:
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    faulthandler.dump_traceback_later(seconds - 2, file=sys.stderr)
     real_init, real_after = Checkpoints.__init__, Checkpoints.after_step
 
     def init(self, *rest) -> None:
@@ -117,9 +126,9 @@ def _be_rank(
 class Runs:
     """The runs of one command line, whose run folder is `folder/run`. Faults are on one rank."""
 
-    def __init__(self, folder: Path, flags: list[str], num_ranks: int, rank: int):
+    def __init__(self, folder: Path, flags: list[str], seconds: int, num_ranks: int, rank: int):
         self.folder, self.run, self.begun = folder, folder / "run", folder / "begun"
-        self.num_ranks, self.rank, self.endings = num_ranks, rank, Counter()
+        self.seconds, self.num_ranks, self.rank, self.endings = seconds, num_ranks, rank, Counter()
         self.flags, self.counts, self.failures = [*flags, "--output_dir", str(self.run)], Counter(), 0
 
     def start(self, kind: str = "", number: int = 0, *, again: bool = False, stop_at: int = 0) -> tuple[list[int], str]:
@@ -128,11 +137,11 @@ class Runs:
             shutil.rmtree(self.run, ignore_errors=True)
             shutil.copytree(self.begun, self.run, symlinks=True)
         layer, seen = FaultLayer(self.run, kind, number), self.folder / "operations.json"
-        ranks = (self.num_ranks, self.rank, layer)
+        ranks = (self.seconds, self.num_ranks, self.rank, layer)
         return forked(self.flags, self.folder / "log", *ranks, lambda: seen.write_text(json.dumps(layer.seen)), stop_at)
 
-    def all(self, kinds: list[str], sample: int, seed: int) -> None:
-        """Run with each fault, or with a sample of them."""
+    def all(self, kinds: list[str], sample: int, minutes: float, seed: int) -> None:
+        """Run with each fault, or with a sample of them, or with those that fit into the minutes."""
         codes, output = self.start()
         assert not any(codes), output
         expected = self.result()
@@ -145,17 +154,23 @@ class Runs:
         seen = json.loads((self.folder / "operations.json").read_text())
         points = [(kind, n) for n, (operation, _) in enumerate(seen, start=1) for kind in kinds
                   if kind != "ENOSPC" or operation != READ]  # fmt: skip
-        for kind, number in random.Random(seed).sample(points, sample) if sample else points:
+        if sample or minutes:
+            points = random.Random(seed).sample(points, sample or len(points))
+        until = time.monotonic() + 60 * (minutes or 1e9)
+        for kind, number in points:
+            if time.monotonic() > until:
+                break
             what = f"{kind} at operation {number} of {len(seen)}: {' '.join(seen[number - 1])}"
-            ending = self.start(kind, number, again=True)
+            output = ""
             try:
-                self.look(kind, *ending)
+                codes, output = self.start(kind, number, again=True)
+                self.look(kind, codes, output)
                 codes, resumed = self.start()
                 assert not any(codes) and self.result() == expected, f"the resume:\n{resumed}"
                 assert not list(self.run.rglob("*.tmp")), "a temporary file is left"
             except AssertionError as error:
                 self.failures += 1
-                print(f"--- {what}\n{ending[1]}\n{error}", flush=True)
+                print(f"--- {what}\n{output}\n{error}", flush=True)
             self.counts[kind] += 1
         operations = dict(Counter(operation for operation, _ in seen))
         counts = f"{sum(self.counts.values())} faults {dict(self.counts)}, {self.failures} failures"
@@ -190,6 +205,8 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("backend", choices=["fsdp2", "deepspeed"])
     parser.add_argument("--sample", type=int, default=0, help="this many faults, at random")
+    parser.add_argument("--minutes", type=float, default=0, help="as many faults as fit, at random")
+    parser.add_argument("--seconds", type=int, default=120, help="one run must not take longer")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0, help="the rank that has the faults")
     parser.add_argument("--seed", type=int, default=0)
@@ -208,8 +225,8 @@ def main(argv: list[str]) -> None:
         flags += ["--micro_train_batch_size", "1", "--max_steps", "4", "--save_steps", "2", "--max_ckpt_num", "1"]
         flags += ["--save_interval_minutes", "600"]  # a clock that jumps makes no save
         flags += ["--no_save", "--learning_rate", "1e-3", "--load_checkpoint", "--backend", args.backend, *args.flags]
-        runs = Runs(folder, flags, args.ranks, args.rank)
-        runs.all(args.kinds, args.sample, args.seed)
+        runs = Runs(folder, flags, args.seconds, args.ranks, args.rank)
+        runs.all(args.kinds, args.sample, args.minutes, args.seed)
         if runs.failures:
             sys.exit(1)
 

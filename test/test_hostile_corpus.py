@@ -450,6 +450,7 @@ CASES = {
     "template: calls itself": Case(template("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), trained(), "."),
     "template: reaches Python": Case(template("{{ ''.__class__.__mro__[1].__subclasses__() }}"), trained(), "."),
     "template: includes a file": Case(template("{% include '/etc/passwd' %}"), trained(), "."),
+    "template: name that a text lacks": Case(template("{{ '{a}'.format() }}"), trained(), "KeyError"),
     "template: broken": Case(template("{% for %}"), trained(), "."),
     # adapters
     "adapter: device": Case(lambda f: (put("adapter_config.json", '{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')(f), device("adapter_model.safetensors")(f)), adapter, "no regular file"),

@@ -21,7 +21,9 @@ from conversations import byte_tokenizer
 from PIL import Image
 
 from trainer import limits
+from trainer.datasets.conversations import training_templates
 from trainer.datasets.conversations.rendering import render
+from trainer.datasets.conversations.tool_arguments import fit_arguments
 from trainer.datasets.files import image_files
 from trainer.datasets.files.input_checks import check_file
 from trainer.datasets.files.loading import load_rows
@@ -188,6 +190,32 @@ def test_a_template_that_does_not_end_is_one_line(count):
     )
     with pytest.raises(UserError, match="the chat template: did not end in time"):
         render(tokenizer, [{"role": "user", "content": "x"}])
+
+
+def test_the_probes_of_a_template_have_limits_too(monkeypatch):
+    """Probes are conversations that tell templates apart. This template loops for them only."""
+    monkeypatch.setitem(limits._raised, "template_s", 1)
+    tokenizer = byte_tokenizer("qwen3")
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template = f"{{% if messages[-1].role == 'assistant' %}}{loop}{{% endif %}}"
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    for probe in (
+        lambda: training_templates.training_version(tokenizer, template),
+        lambda: fit_arguments(tokenizer, template, [{"role": "assistant", "content": "", "tool_calls": [call]}]),
+    ):
+        with pytest.raises(UserError, match="the chat template: did not end in time"):
+            probe()
+
+
+@pytest.mark.parametrize(
+    "text", ["{{ '{a}'.format() }}", "{{ 'a'[5:].index('b') }}", "{{ 1 | dictsort }}", "{{ 1 // 0 }}"]
+)
+def test_what_a_template_raises_is_one_line(text):
+    tokenizer = byte_tokenizer("qwen3")
+    tokenizer.chat_template = text
+    with pytest.raises(UserError, match="the chat template: cannot render this conversation"):
+        render(tokenizer, [{"role": "user", "content": "x"}])
+    assert training_templates.training_version(tokenizer, text) is None
 
 
 def test_limits_are_raised_by_name():

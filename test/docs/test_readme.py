@@ -151,3 +151,15 @@ not this. nor this
 Version 3.11 is no end.
 """
     assert [len(sentence.split()) for sentence in sentences(text)] == [5, 4, 9, 6, 2, 3, 5]
+
+
+def test_the_tests_that_the_threat_model_names_are_there():
+    """A row of the table names files below test/, each with parts of names of its tests."""
+    table = (ROOT / "SECURITY.md").read_text().split("| # | Kind | Test |")[1].split("\n\n")[0]
+    for name, tests in re.findall(r"`([\w/]+\.py)`(?::((?:,? `\w+`)+))?", table):
+        code = (ROOT / "test" / name).read_text()
+        missing = [
+            test for test in re.findall(r"\w+", tests) if not re.search(rf"^def test_\w*{test}", code, re.MULTILINE)
+        ]
+        assert not missing, f"{name} has no test {missing}"
+    assert len(re.findall(r"^\| \d+ \|", table, re.MULTILINE)) == 14

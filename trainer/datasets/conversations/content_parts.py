@@ -3,9 +3,9 @@
 import re
 from functools import lru_cache
 
-from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from trainer.datasets.conversations.training_templates import RAISED
 from trainer.datasets.images.image_marks import MARK
 
 
@@ -32,6 +32,6 @@ def shows_texts(template: str) -> bool:
         try:
             talk = [[{"role": "user", "content": content}]]
             texts.append(render_jinja_template(conversations=talk, chat_template=template)[0][0])
-        except (TemplateError, TypeError, ValueError):
+        except RAISED:
             texts.append("")
     return "probe" in texts[0] or "probe" not in texts[1]

@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -44,10 +43,10 @@ def render(
     """
     options = {**getattr(tokenizer, "template_args", {}), **options}
     try:
-        with time_limit("template_s", "the chat template"):
+        with time_limit("template_s", training_templates.WHERE):
             values = (tokenizer, messages, tokenize, marks, options)
-            out, blocks = within_memory("template_mb", "the chat template", _rendered, *values)
-    except (TemplateError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+            out, blocks = within_memory("template_mb", training_templates.WHERE, _rendered, *values)
+    except training_templates.RAISED as error:
         raise _refused(error) from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         return out if offsets or marks or not tokenize else out[0]
@@ -76,7 +75,7 @@ def _rendered(tokenizer: Any, messages: list[dict], tokenize: bool, marks: bool,
 
 def _refused(error: Exception) -> UserError:
     """What the template says of a conversation. A name without a value is told with its cure."""
-    message = " ".join(str(error).split())
+    message = " ".join((repr(error) if isinstance(error, LookupError) else str(error)).split())
     if not (match := UNDEFINED.fullmatch(message)):
         return UserError("the chat template", f"cannot render this conversation: {message}")
     name = match[1]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 
 from trainer.datasets.conversations import training_templates
 from trainer.datasets.conversations.control_tokens import (
@@ -126,10 +126,11 @@ def load_chat_template(value: str | None, tokenizer: Any) -> None:
             raise UserError(FLAG, f"{value} holds no Jinja template", "a text with {{ or {%")
     tokenizer.chat_template = template
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        talk = [{"role": "user", "content": "x"}]
+        training_templates.render(template, talk, None, training_templates.special_tokens(tokenizer))
     except TemplateSyntaxError as error:
         raise UserError(FLAG, f"Jinja error in line {error.lineno}: {error.message}") from None
-    except (TemplateError, TypeError, ValueError):  # it may refuse this conversation but accept the rows
+    except training_templates.RAISED:  # it may refuse this conversation but accept the rows
         pass
 
 

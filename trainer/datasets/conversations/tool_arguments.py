@@ -4,8 +4,6 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError
-
 from trainer.datasets.conversations import training_templates
 from trainer.datasets.conversations.control_tokens import BREAK
 from trainer.errors import UserError
@@ -46,7 +44,7 @@ def _probe(template: str, arguments: Any, options: dict) -> str:
         message = {"role": "assistant", "content": content, "tool_calls": [call]}
         try:
             text = training_templates.render(template, [training_templates.QUESTION, message], None, options)[0]
-        except (TemplateError, TypeError, ValueError):
+        except training_templates.RAISED:
             continue
         if "q7" in text:
             return text

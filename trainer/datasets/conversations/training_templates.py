@@ -5,7 +5,7 @@ model writes at inference, with its end token. It is empty for a message that th
 of reasoning models drop the thoughts of earlier turns.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,11 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainer.datasets.conversations.control_tokens import encode
+from trainer.limits import time_limit, within_memory
 
+WHERE = "the chat template"
+# what a template can raise: also its filters and methods of texts, such as {{ '{a}'.format() }}
+RAISED = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 FOLDER = Path(__file__).parent / "chat_templates"
 # templates by name that belong to no family of models
 PLAIN = {
@@ -78,20 +82,19 @@ def _text(template: str, messages: list[dict], options: dict) -> str | None:
     """The text of a conversation, or None if the template refuses it."""
     try:
         return render(template, messages, None, options)[0]
-    except (TemplateError, TypeError, ValueError):
+    except RAISED:
         return None
 
 
 def render(template: str, messages: list[dict], tools: list | None, options: dict) -> tuple[str, list[tuple[int, int]]]:
-    """The text and, for each assistant message, the first character of its block and the one after its last."""
+    """The text and, for each assistant message, the first character of its block and the one after its last.
+
+    Raises RAISED if the template refuses the conversation, and UserError if it takes too much time or memory.
+    """
     marked = is_ours(template)
-    texts, blocks = render_jinja_template(
-        conversations=[messages],
-        tools=tools,
-        chat_template=template,
-        return_assistant_tokens_mask=marked,
-        **options,
-    )
+    show = partial(render_jinja_template, chat_template=template, return_assistant_tokens_mask=marked, **options)
+    with time_limit("template_s", WHERE):
+        texts, blocks = within_memory("template_mb", WHERE, partial(show, conversations=[messages], tools=tools))
     return texts[0], blocks[0] if marked else []
 
 
@@ -110,7 +113,7 @@ def written_spans(
         rendered, blocks = render(
             version, messages, tools, special_tokens(tokenizer) | getattr(tokenizer, "template_args", {})
         )
-    except (TemplateError, TypeError, ValueError):
+    except RAISED:
         return None
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if rendered != text or len(blocks) != len(turns):
