@@ -162,21 +162,16 @@ def test_training_warns_where_a_prompt_alone_loses_its_end(way, tmp_path, monkey
 
 def said_by_serve_train(tokenizer, monkeypatch) -> int:
     """The number of warnings that serve_train prints before it loads the model."""
-    said, args = (
-        [],
-        SimpleNamespace(length=SimpleNamespace(max_len=9), lora=None, output=SimpleNamespace(output_dir="x")),
-    )
-    args.model = None
+    said, args = [], SimpleNamespace(length=SimpleNamespace(max_len=9), lora=None, model=None)
     setup = SimpleNamespace(tokenizer=tokenizer, strategy=SimpleNamespace(print=said.append), folder="x")
 
     def load_model(*_):
         raise InterruptedError
 
     monkeypatch.setattr(api_run, "set_up", lambda *_, **__: setup)
-    monkeypatch.setattr(api_run, "broadcast_object", lambda value: value)
     monkeypatch.setattr(api_run, "load_model", load_model)
     with pytest.raises(InterruptedError):
-        api_run.serve(args, None, None)
+        api_run.client_models(args, 1)
     return len([line for line in said if "at the end of a prompt only" in line])
 
 
