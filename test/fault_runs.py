@@ -15,7 +15,6 @@ as fit. Flags after -- are added to those of the run.
 """
 
 import argparse
-import faulthandler
 import importlib
 import json
 import os
@@ -57,8 +56,8 @@ def forked(
 ) -> tuple[list[int], str]:
     """(exit codes, output) of forks that run train_sft as ranks. The layer is on one rank, from its Checkpoints on.
 
-    That rank calls `at_end` as it ends well. With `stop_at`, the run ends after that step. Raises AssertionError, with
-    the tracebacks of the ranks, for a run that takes longer than `seconds`.
+    That rank calls `at_end` as it ends well. With `stop_at`, the run ends after that step. Raises AssertionError
+    for a run that takes longer than `seconds`.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -92,7 +91,6 @@ def _be_rank(
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
-    faulthandler.dump_traceback_later(seconds - 2, file=sys.stderr)
     real_init, real_after = Checkpoints.__init__, Checkpoints.after_step
 
     def init(self, *rest) -> None:

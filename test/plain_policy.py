@@ -48,7 +48,7 @@ def make_samples() -> list[Sample]:
 
 
 def arguments(*flags: str):
-    line = ["--pretrain", "m", "--dataset", "d", "--reward_func", "r.py", "--n_samples_per_prompt", str(GROUP)]
+    line = ["--pretrain", "m", "--dataset", "d", "--reward_func", "format", "--n_samples_per_prompt", str(GROUP)]
     return parse([*line, "--generate_max_len", str(MAX_LEN), *flags])[0]
 
 
@@ -70,7 +70,7 @@ def found_results(args, old, policy, reference=None, values=None, samples=None) 
     validate(args)
     samples, options = samples or make_samples(), ppo_options(args, (0,))
     sizes = args.rollout.generate_max_len, args.advantage.mask_truncated, args.rollout.n_samples_per_prompt
-    rows = SampleSet(samples, args.advantage.loss_agg, *sizes)
+    rows = SampleSet(samples, args.advantage.loss_agg, *sizes, args.advantage.advantage_estimator == "scalerl")
     parts = [
         collate_samples([rows[n] for n in part], 0, packed) for part, packed in (([0, 1, 2], 0), ([3, 4, 5, 6, 7], 1))
     ]

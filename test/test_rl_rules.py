@@ -41,6 +41,10 @@ PPO_CASES = [
         {**GROUP, "advantage_batch_std": True, "no_advantage_std_norm": True},
     ),
     (
+        "--kl_in_score with --advantage_estimator scalerl",
+        {**GROUP, "advantage_estimator": "scalerl", "init_kl_coef": 0.1, "kl_in_score": True},
+    ),
+    (
         "--normalize_reward with --advantage_estimator maxrl",
         {**GROUP, "advantage_estimator": "maxrl", "normalize_reward": True},
     ),

@@ -436,7 +436,7 @@ def test_flags_that_vllm_does_not_take(flag, value):
     from trainer.cli.train_ppo import parse
     from trainer.runs.rl.rl_checks import validate
 
-    flags = ["--pretrain", "x", "--dataset", "x", "--reward_func", "x.py", "--rollout_engine", "vllm", flag, value]
+    flags = ["--pretrain", "x", "--dataset", "x", "--reward_func", "format", "--rollout_engine", "vllm", flag, value]
     with pytest.raises(UserError) as error:
         validate(parse(flags)[0])
     assert error.value.where.split()[0] == flag, str(error.value)

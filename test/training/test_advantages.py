@@ -126,7 +126,7 @@ def test_rewards_apart_reach_the_loss_with_their_weights_and_without_lost_sample
     """Liu et al. 2026 (arXiv 2601.05242), sample by sample: two functions, one sample that failed."""
     samples, second = make_samples(), [3.0, -1.0, 7.0, 0.0, 2.0, 2.0, 5.0, 1.0]
     for sample, score in zip(samples, second):
-        sample.metrics = {"math": sample.score, "style": score}
+        sample.metrics = {"math": sample.score, "format": score}
     samples[2].failed, samples[2].score = "no answer", math.nan
     kept = [n for n in range(8) if n != 2]
 
@@ -140,7 +140,7 @@ def test_rewards_apart_reach_the_loss_with_their_weights_and_without_lost_sample
     for n in kept:
         ratio = (log_probs(policy, samples[n]) - log_probs(old, samples[n])).exp()
         total += clipped(ratio, (sums[n] - mean) / deviation, 0.2, 0.2).sum()
-    line = ["--advantage_estimator", "gdpo", "--reward_func", "math,rewards/style.py", "--reward_weights", "2", "0.5"]
+    line = ["--advantage_estimator", "gdpo", "--reward_func", "math,format", "--reward_weights", "2", "0.5"]
     found = found_loss(arguments(*line, "--label_key", "answer"), old, policy, samples=samples)
     assert found.item() == pytest.approx(-total.item() / sum(LENGTHS[n] for n in kept), abs=1e-9)
 

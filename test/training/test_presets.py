@@ -166,15 +166,23 @@ def vapo(samples, old, policy, reference, values):
 
 
 def scalerl(samples, old, policy, reference, values):
-    """Khatri et al. 2025 (arXiv 2510.13786), section 3.2: CISPO, the deviation of the batch, the mean of each prompt's tokens."""
-    deviation, total = statistics.stdev(SCORES) + 1e-6, 0.0
-    for first in range(0, len(samples), GROUP):
+    """Khatri et al. 2025 (arXiv 2510.13786), section 4: CISPO, the deviation of all advantages, the mean of each prompt's tokens.
+
+    Prompts whose scores are equal are not in the batch.
+    """
+    groups = [samples[n : n + GROUP] for n in range(0, len(samples), GROUP)]
+    groups = [[sample for sample in group if not math.isnan(sample.score)] for group in groups]
+    groups = [group for group in groups if len({sample.score for sample in group}) > 1]
+    means = [statistics.fmean(sample.score for sample in group) for group in groups]
+    deviation = statistics.stdev(s.score - mean for group, mean in zip(groups, means) for s in group) + 1e-6
+    total = 0.0
+    for group, mean in zip(groups, means):
         gains = []
-        for n in range(first, first + GROUP):
-            new = log_probs(policy, samples[n])
-            weight = (new - log_probs(old, samples[n])).exp().clamp(max=5).detach()
-            gains.append(weight * (SCORES[n] - statistics.fmean(group_of(n))) / deviation * new)
-        total = total + torch.cat(gains).mean() / (len(samples) // GROUP)
+        for sample in group:
+            new = log_probs(policy, sample)
+            weight = (new - log_probs(old, sample)).exp().clamp(max=5).detach()
+            gains.append(weight * (sample.score - mean) / deviation * new)
+        total = total + torch.cat(gains).mean() / len(groups)
     return -total
 
 
@@ -199,6 +207,21 @@ def test_the_loss_and_its_gradient_are_those_of_the_paper(name, size):
     teacher = ["--teacher", "t"] if name == "opd" else []
     loss = found_loss(arguments("--preset", name, *teacher), old, policies[0], reference, values)
     expected = PAPERS[name](make_samples(), old, policies[1], reference, values)
+    loss.backward(), expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6) and policies[1].table.grad.abs().max() > 1e-3
+    torch.testing.assert_close(policies[0].table.grad, policies[1].table.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "scores", ([1, 0, 0.5, 0, 1, 1, 1, 1], [0.1] * 4 + [0, 1, math.nan, 0.3], [1, 0, math.nan, 1] * 2)
+)
+def test_scalerl_leaves_prompts_of_equal_scores_out_of_the_mean(scores):
+    old, *policies = Table(2, 0.0), Table(5, 0.7), Table(5, 0.7)
+    samples = make_samples()
+    for sample, score in zip(samples, scores):
+        sample.score, sample.failed = score, "no answer" * math.isnan(score)
+    args = arguments("--preset", "scalerl")
+    loss, expected = found_loss(args, old, policies[0], samples=samples), scalerl(samples, old, policies[1], None, None)
     loss.backward(), expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6) and policies[1].table.grad.abs().max() > 1e-3
     torch.testing.assert_close(policies[0].table.grad, policies[1].table.grad, rtol=0, atol=1e-6)

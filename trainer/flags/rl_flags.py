@@ -229,7 +229,7 @@ class AdvantageArguments:
         "paper as default values of other flags, see docs/algorithms.md; flags that you give win",
     )
     advantage_estimator: Literal[
-        "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "maxrl", "gdpo", "distill"
+        "gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo", "maxrl", "gdpo", "scalerl", "distill"
     ] = arg(
         "gae",
         "gae trains a critic; group_norm is the estimator of GRPO; gdpo normalises each function of --reward_func by itself; "

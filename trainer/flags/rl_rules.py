@@ -14,6 +14,7 @@ OF_GROUPS = (
     "dr_grpo",
     "maxrl",
     "gdpo",
+    "scalerl",
 )  # they compare the responses to a prompt
 
 
@@ -69,6 +70,9 @@ ADVANTAGE_RULES = (
          "Take --advantage_estimator group_norm, or remove the flag."),
     Rule("advantage_batch_std", lambda f: f.no_advantage_std_norm, "with --no_advantage_std_norm",
          "nothing is divided by a deviation", ONE),
+    Rule("no_advantage_std_norm kl_in_score overlong_buffer_len reward_clip_range mask_truncated",
+         lambda f: f.advantage_estimator == "scalerl", "with --advantage_estimator scalerl",
+         "scores alone say which prompts count, and in which unit", "Take group_norm, or remove the flag."),
     Rule("normalize_reward kl_in_score overlong_buffer_len", lambda f: f.advantage_estimator == "maxrl",
          "with --advantage_estimator maxrl", "it divides by the mean score, and this makes scores below 0", ONE),
     Rule("advantage_estimator", lambda f: "," not in (f.reward_func or ""), "without several functions of --reward_func",

@@ -14,7 +14,7 @@ from typing import Optional
 import torch
 
 from trainer.errors import UserError
-from trainer.models.losses.policy_loss import bounded
+from trainer.models.losses.policy_loss import bounded, differing
 
 GROUP_ESTIMATORS = (
     "reinforce_baseline",
@@ -22,6 +22,7 @@ GROUP_ESTIMATORS = (
     "group_norm",
     "dr_grpo",
     "maxrl",
+    "scalerl",
 )  # these compare the samples of one prompt
 WHITENED = ("gae", "reinforce", "reinforce_baseline")  # these are normalised over all tokens of the rollout
 GROUP_EPSILON = 1e-6  # limits the result if the scores of a group are almost equal
@@ -120,6 +121,8 @@ def compare_in_groups(
     et al. 2024, GRPO, section 4.1.2) subtracts the mean and divides by the standard deviation (n - 1). With `batch_std`,
     it divides by the standard deviation of all scores (Liu et al. 2025, Tricks or traps). maxrl (Tajwar et al. 2026,
     Maximum likelihood reinforcement learning, arXiv 2602.02710) divides by the mean; a group of zeros has the advantage 0.
+    scalerl (Khatri et al. 2025, arXiv 2510.13786, section 4) subtracts the mean and divides by the standard deviation of
+    all such differences, of the prompts whose scores differ. The others have no loss, see `SampleSet`.
     Other estimators leave the scores unchanged. A score of NaN is that of a failed sample: its group is as if it had
     fewer samples, and a sample that is left alone has the advantage 0.
 
@@ -137,6 +140,11 @@ def compare_in_groups(
     elif estimator == "group_norm" and divide_by_std:
         variances = (centered**2).sum(1, keepdim=True) / (counts - 1).clamp(min=1)
         centered = centered / ((scores[counted].std() if batch_std else variances.sqrt()) + GROUP_EPSILON)
+    elif estimator == "scalerl":
+        counted &= differing(scores, group_size)
+        centered = torch.where(counted.view_as(centered), centered, 0.0)
+        deviation = centered.flatten()[counted].std() if counted.any() else 0.0
+        centered = centered / (deviation + GROUP_EPSILON)
     elif estimator == "maxrl":
         if (lowest := scores[counted].min()) < 0:
             raise UserError("--advantage_estimator maxrl", f"a score of {lowest:g}", "scores of 0 or more")

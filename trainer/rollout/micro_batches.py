@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trainer.datasets.batches.packing import IGNORE, collate_packed, collate_padded
 from trainer.datasets.samples.answers import scored_position
-from trainer.models.losses.policy_loss import num_targets, token_weights
+from trainer.models.losses.policy_loss import differing, num_targets, token_weights
 from trainer.models.losses.token_losses import places_of_labels
 from trainer.rollout.placement import Part
 from trainer.rollout.samples import Sample
@@ -81,16 +81,26 @@ class SampleSet:
     all values of a row. Their offsets are in the flat vector.
 
     With `mask_truncated`, samples that are not finished have no loss and do not count in its mean (DAPO, Yu et al. 2025,
-    section 3.4: overlong filtering). So have samples that failed.
+    section 3.4: overlong filtering). So have samples that failed. With `only_differing`, so have the samples of prompts whose
+    scores are all equal.
     """
 
     def __init__(
-        self, samples: list[Sample], loss_agg: str, max_len: int, mask_truncated: bool = False, group_size: int = 1
+        self,
+        samples: list[Sample],
+        loss_agg: str,
+        max_len: int,
+        mask_truncated: bool = False,
+        group_size: int = 1,
+        only_differing: bool = False,
     ):
         self.sizes, offset = [sample.size() for sample in samples], 0
         self.lengths = [size.generated for size in self.sizes]
         self._rows: list[dict[str, Any]] = []
         have_loss = [(sample.finished or not mask_truncated) and not sample.failed for sample in samples]
+        if only_differing:
+            differ = differing(torch.tensor([sample.score for sample in samples]), group_size).tolist()
+            have_loss = [has_loss and differs for has_loss, differs in zip(have_loss, differ)]
         counted = [length * has_loss for length, has_loss in zip(self.lengths, have_loss)]
         for number, (sample, weight) in enumerate(zip(samples, token_weights(counted, loss_agg, max_len, group_size))):
             size, has_loss = self.sizes[number], have_loss[number]

@@ -22,7 +22,7 @@ PRESETS: dict[str, dict] = {
     # a weight from 0 to 5. The paper has no lower bound and does not tell the upper one: 5 is that of ScaleRL
     "cispo": {**GROUP, "policy_loss": "cispo", "loss_agg": "token", "eps_clip": 1.0, "eps_clip_high": 4.0},
     # without the parts of its recipe that are no flags: see docs/algorithms.md
-    "scalerl": {**GROUP, "advantage_batch_std": True, "policy_loss": "cispo", "loss_agg": "prompt"}
+    "scalerl": {"advantage_estimator": "scalerl", "policy_loss": "cispo", "loss_agg": "prompt"}
     | {"eps_clip": 1.0, "eps_clip_high": 4.0},
     # GSPO's ratio, and sums of tokens instead of means; the bounds are those of TRL's page of papers
     "luspo": {**GROUP, "policy_loss": "gspo", "loss_agg": "sum", "eps_clip": 2e-3, "eps_clip_high": 2.5e-3},

@@ -6,6 +6,7 @@ first update on it. The denominator of the mean is known before the first forwar
 A new policy loss is one function and one entry in POLICY_LOSSES. --policy_loss takes its name.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Optional
@@ -229,6 +230,13 @@ def value_loss(
         held = old_values + (values - old_values).clamp(-value_clip, value_clip)
         losses = torch.maximum(losses, (held - returns) ** 2)
     return losses / 2
+
+
+def differing(scores: torch.Tensor, group_size: int) -> torch.Tensor:
+    """(n,) True for the samples of prompts whose scores (n,) are not all equal. A score of NaN is none."""
+    groups = scores.view(-1, group_size)
+    differ = groups.nan_to_num(-math.inf).amax(1) > groups.nan_to_num(math.inf).amin(1)
+    return differ.repeat_interleave(group_size)
 
 
 def token_weights(lengths: list[int], loss_agg: str, max_len: int, group_size: int = 1) -> list[float]:

@@ -62,17 +62,21 @@ def make_batches_of(run: RLRun) -> Callable:
     args, setup, packed = run.args, run.setup, run.args.batch.packing_samples
     facts = {"loss_agg": args.advantage.loss_agg, "mask_truncated": args.advantage.mask_truncated}
     facts["group_size"] = args.rollout.n_samples_per_prompt
+    leaves_out = args.advantage.advantage_estimator == "scalerl"
     as_set = functools.partial(SampleSet, max_len=args.rollout.generate_max_len, **facts)
 
     def make_batches(samples: list, episode: int, scoring_pad: Optional[int] = None) -> tuple[list, list]:
         options = {"packed": packed, "scoring_pad": scoring_pad, "collate": run.collate_rollout}
         collate = functools.partial(collate_samples, **options)
-        loader = build_loader(args.batch, setup, as_set(samples), collate, shuffle=False, **run.loader_options)
+        counted = {"only_differing": leaves_out and scoring_pad is None}  # before they are scored, all count
+        loader = build_loader(
+            args.batch, setup, as_set(samples, **counted), collate, shuffle=False, **run.loader_options
+        )
         loader.load_state_dict({"epoch": episode, "next_index": 0})
         if run.sizes_to_plan:
             loader.sizes_to_plan = run.sizes_to_plan(samples)
         samples = move(samples, trained_by(setup.strategy.meshes, loader))
-        loader.dataset = as_set(samples)
+        loader.dataset = as_set(samples, **counted)
         return list(loader), samples
 
     return make_batches
