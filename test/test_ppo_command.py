@@ -604,7 +604,7 @@ def test_the_reference_of_an_adapter_cannot_be_offloaded(tmp_path):
     args, _ = parse(flags(tmp_path, "wrong", *line))
     with pytest.raises(UserError, match="--lora_rank"):
         validate(args)
-    validate(parse(flags(tmp_path, "right", *line, "--ref_model", "x"))[0])
+    validate(parse(flags(tmp_path, "right", *line, "--ref_model", "x", "--reward_func", "exact_match"))[0])
 
 
 def test_verify_resume_replays_rollouts_of_policy_and_critic_with_adapters(folder):

@@ -176,7 +176,7 @@ def check_files_of(args, is_demo: bool = False) -> None:
         check_files(vars(flags)[name], f"--{name}")
     for name in MODEL_FLAGS:
         for folder in vars(flags)[name].split(",") if vars(flags)[name] is not None else ():
-            check_model_name(folder, f"--{name}")
+            check_model_name(folder.strip(), f"--{name}")
     for name in ("dataset", "eval_dataset"):
         for hub_set in names_on_hub(vars(flags)[name]):
             check_on_hub(hub_set, f"--{name}", "dataset")

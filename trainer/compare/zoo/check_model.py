@@ -15,7 +15,7 @@ from trainer.entry import quiet_libraries
 from trainer.errors import UserError
 from trainer.flags.rules import BACKEND_RULES
 
-LEFT_OUT = ("tp2-ring2",)  # needs 4 ranks; --only can name it
+LEFT_OUT = ("tp2-ring2", "exact", "exact-split")  # 4 ranks, and runs of another flag; --only can name them
 TEMPLATES, WEIGHTS = "templates", "weights"
 LAYOUTS = [configuration.name for configuration in zoo.CONFIGURATIONS]
 WORDS = {"pass": "works", "refused": "refused", "wrong": "WRONG", "crash": "CRASH", "unchecked": "works?"}

@@ -88,12 +88,12 @@ def check_rewards(scores: ScoreArguments, environment: EnvironmentArguments, nee
         split_urls(scores.remote_rm_url)
         if scores.remote_rm_api_key:
             read_key("--remote_rm_api_key", scores.remote_rm_api_key)
-    for name in function_names(scores.reward_func):
-        check_file(name)
     if JUDGE in function_names(scores.reward_func):
         judge_options(scores)
     check_bounds("--reward_range", scores.reward_range)
     check_bounds("--reward_clip_range", scores.reward_clip_range)
+    for name in function_names(scores.reward_func):
+        check_file(name)
 
 
 def judge_options(scores: ScoreArguments) -> JudgeOptions:
