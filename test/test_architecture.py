@@ -17,7 +17,7 @@ from strategies.ddp_strategy import DDPStrategy
 PACKAGE = ROOT / "trainer"
 # a folder imports only from floors below its own; the files of the ground floor stand in the package itself
 FLOORS = [
-    {"errors", "help_texts", "limits", "metrics", "mirrors", "terminal"},
+    {"comma_separated", "errors", "help_texts", "limits", "metrics", "mirrors", "terminal"},
     {"entry", "distributed", "flags"},
     {"datasets"},
     {"model_folders", "optimizers"},
@@ -187,6 +187,13 @@ def test_only_dates_come_from_the_clock_that_can_be_set():
         "trainer.reports.live_view",  # the first look at a file
         "trainer.rollout.timeline",  # when a span begins, which ranks share
     }
+
+
+def test_names_with_commas_are_split_in_one_place():
+    splitters = {path.stem for path in PACKAGE.rglob("*.py") if '.split(",")' in path.read_text()}
+    numbers_and_settings = {"mixing", "judge_modes", "doctor_machine"}
+    refuses_empty_ones = {"added_tokens"}  # the user may mean the token ","
+    assert splitters == {"comma_separated"} | numbers_and_settings | refuses_empty_ones
 
 
 def test_files_and_functions_are_small():

@@ -14,6 +14,7 @@ The effects, from the strictest on:
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from trainer.comma_separated import names_in
 from trainer.errors import UserError
 from trainer.flags.parse_flags import flags_of
 
@@ -76,7 +77,7 @@ EFFECT_OF: dict[str, str] = {flag: effect for effect, flags in EFFECTS.items() f
 FOLLOWS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "lora_alpha": lambda flags: flags["lora_rank"] and 2 * flags["lora_rank"],
     "kd_coef": lambda flags: float(not flags["teacher_answers"]),
-    "teacher_weights": lambda flags: [1 / (count := len((flags["teacher"] or "").split(",")))] * count,
+    "teacher_weights": lambda flags: [1 / (count := max(1, len(names_in(flags["teacher"]))))] * count,
     "eps_clip_high": lambda flags: flags["eps_clip"],
     "dynamic_filtering_range": lambda flags: None if flags["dynamic_filtering"] else [0.0, 1.0],  # the older default
     "reward_range": lambda flags: [0.0, 1.0],
@@ -96,7 +97,7 @@ def in_effect(flags: dict[str, Any]) -> dict[str, Any]:
     if used.get("target_modules") == "all-linear":
         used["target_modules"] = None
     if names := used.get("target_modules"):
-        used["target_modules"] = ",".join(sorted({name.strip() for name in names.split(",") if name.strip()}))
+        used["target_modules"] = ",".join(sorted(set(names_in(names))))
     return used
 
 

@@ -1,5 +1,6 @@
 """Rules for the flags of `train_rm`, `train_dpo` and `train_kd`."""
 
+from trainer.comma_separated import names_in
 from trainer.flags.rule import Rule
 from trainer.flags.training_rules import ONE, REMOVE
 
@@ -97,9 +98,9 @@ KD_RULES = (
          values=("auto",)),
     Rule("teacher_offload", lambda f: f.teacher_answers, "with --teacher_answers",
          "the teacher is freed before training", REMOVE),
-    Rule("teacher_answers", lambda f: "," in (f.teacher or ""), "with several models of --teacher", "one model answers",
+    Rule("teacher_answers", lambda f: len(names_in(f.teacher)) > 1, "with several models of --teacher", "one model answers",
          "Take one teacher."),
-    Rule("teacher_weights", lambda f: len(f.teacher_weights) != len((f.teacher or "").split(",")), "with --teacher {teacher}",
+    Rule("teacher_weights", lambda f: len(f.teacher_weights) != len(names_in(f.teacher)), "with --teacher {teacher}",
          "the numbers of weights and of models differ", "Give one weight for each model.", which="of another number"),
     Rule("kd_beta", lambda f: f.kd_loss != "jsd", "with --kd_loss {kd_loss}", "it is the share of a mixture",
          "Take --kd_loss jsd, or remove the flag."),

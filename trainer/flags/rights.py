@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable
 
+from trainer.comma_separated import names_in
 from trainer.errors import UserError
 from trainer.flags.parse_flags import flags_of
 
@@ -72,7 +73,7 @@ def refuse_rights(command: type, values: dict, given: Iterable[str], source: str
     for name, value in values.items():
         if not value or name in given or (name in hints and is_value(name, hints[name])):
             continue
-        if name in READ_HERE and isinstance(value, str) and all(map(is_here, value.split(","))):
+        if name in READ_HERE and isinstance(value, str) and all(map(is_here, names_in(value))):
             continue
         shown = " ".join(str(value).split())[:80]
         found = f"{source} asks for {shown}, but a file grants no right to code, network or files"

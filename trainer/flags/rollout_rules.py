@@ -3,6 +3,7 @@
 import ipaddress
 import itertools
 
+from trainer.comma_separated import names_in
 from trainer.flags.data_rules import ADD_EVALUATION, has_evaluation
 from trainer.flags.rule import Rule
 from trainer.flags.training_rules import ONE, REMOVE
@@ -11,7 +12,7 @@ SOURCES = ("reward_func", "reward_pretrain", "remote_rm_url", "env")  # of score
 
 
 def _judges(f) -> bool:
-    return "judge" in (name.strip() for name in (f.reward_func or "").split(","))
+    return "judge" in names_in(f.reward_func)
 
 
 # fmt: off
@@ -166,7 +167,7 @@ REWARD_RULES = (
     Rule("reward_weights", lambda f: f.env, "with --env {env}", "an environment gives one score", REMOVE),
     *(
         Rule("reward_weights",
-             lambda f, flag=flag: getattr(f, flag) and len(f.reward_weights) != len(getattr(f, flag).split(",")),
+             lambda f, flag=flag: getattr(f, flag) and len(f.reward_weights) != len(names_in(getattr(f, flag))),
              f"with --{flag} {{{flag}}}", f"the numbers of weights and of {noun}s differ",
              f"Give one weight for each {noun}.", which="of another number")
         for flag, noun in (("reward_pretrain", "model"), ("reward_func", "function"))

@@ -1,5 +1,6 @@
 """Rules for the flags that the training commands share: layers, data, LoRA, output, checkpoints, images."""
 
+from trainer.comma_separated import names_in
 from trainer.flags.data_rules import ADD_EVALUATION, DATA_RULES, REMOVE, has_evaluation
 from trainer.flags.layout_rules import ONE
 from trainer.flags.rule import Rule
@@ -18,7 +19,7 @@ PLAIN_LOOP_LACKS = (
 
 def has_projects(f) -> bool:
     """Whether a tracker is used that has projects and named runs."""
-    return f.use_wandb or bool({name.strip() for name in (f.report_to or "").split(",")} - {"", "none", "tensorboard"})
+    return f.use_wandb or bool(set(names_in(f.report_to)) - {"none", "tensorboard"})
 
 
 # fmt: off

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from trainer.comma_separated import names_in
 from trainer.datasets.batches.packing import IGNORE
 from trainer.models.lora import fixed_model
 from trainer.models.losses.preference_loss import (
@@ -11,7 +12,6 @@ from trainer.models.losses.preference_loss import (
     AnswerLogProbs,
     LogRatios,
     PreferenceOptions,
-    loss_names,
     pair_losses,
 )
 from trainer.models.losses.sequence_sums import counts_here, sum_by_sequence
@@ -47,7 +47,7 @@ def make_preference_loss(options: PreferenceOptions, reference, sp_group, precom
     (`precomputed`), or if the reference is the base of a model with an adapter.
     """
 
-    needs_reference = any(PAIR_LOSSES[name].needs_reference for name in loss_names(options.loss))
+    needs_reference = any(PAIR_LOSSES[name].needs_reference for name in names_in(options.loss))
 
     def preference_loss(model, micro_batch: dict):
         policy = answer_log_probs(model, micro_batch, sp_group)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from trainer.checkpoints import checkpoint_store as store
+from trainer.comma_separated import names_in
 from trainer.datasets.files.loading import local_paths
 from trainer.errors import UserError
 from trainer.limits import lines_of, read_text
@@ -102,8 +103,8 @@ def list_files(folder: str) -> list[str]:
 def data_paths(arguments: dict) -> dict[str, str]:
     """{name: path} of every local file and folder of --dataset and --eval_dataset. A pattern names each of its files."""
     found = {}
-    for name in (name.strip() for flag in DATA_FLAGS for name in (arguments.get(flag) or "").split(",")):
-        paths = local_paths(name)[0] if name else []
+    for name in (name for flag in DATA_FLAGS for name in names_in(arguments.get(flag))):
+        paths = local_paths(name)[0]
         found |= {name: paths[0]} if paths == [os.path.expanduser(name)] else {path: path for path in paths}
     return found
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from trainer.comma_separated import names_in
 from trainer.distributed.collectives import broadcast_object
 from trainer.metrics import ROLLOUTS_FILE
 from trainer.rollout.placement import hold, without_tokens
@@ -39,7 +40,7 @@ def origin_of(flags: dict) -> str:
     for name, value in sorted(flags.items()):
         if name not in PLACES:
             digest.update(f"{name}={value!r}\n".encode())
-            for part in str(value).split(","):  # FILE.py:NAME, or several, or NAME=FILE.py
+            for part in names_in(str(value)):  # FILE.py:NAME, or several, or NAME=FILE.py
                 path = Path(part.split(":")[0].split("=")[-1].strip())
                 with contextlib.suppress(OSError):  # most values are no path
                     for file in sorted(path.iterdir()) if path.is_dir() else [path]:

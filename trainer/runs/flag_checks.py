@@ -3,6 +3,7 @@
 import importlib.util
 from typing import Optional
 
+from trainer.comma_separated import names_in
 from trainer.datasets.files.set_names import check_files, names_on_hub
 from trainer.distributed.mesh_sizes import default_micro_batch_size, validate_batch_sizes
 from trainer.errors import UserError, one_line
@@ -78,7 +79,7 @@ def start_from_adapter(model: ModelArguments, lora: LoraArguments) -> None:
     if lora.merge_adapter:
         return
     names = facts.target_modules if isinstance(facts.target_modules, tuple) else None  # no flag is a regular expression
-    given = tuple(sorted(names_of(lora.target_modules))) if lora.target_modules else None
+    given = tuple(sorted(names_in(lora.target_modules))) if lora.target_modules else None
     pairs = {
         "lora_rank": (lora.lora_rank, facts.rank),
         "lora_alpha": (lora.lora_alpha, facts.alpha),
@@ -115,13 +116,8 @@ def check_adapter(flags: LoraArguments) -> None:
     """Raise UserError for values that no adapter can have."""
     if flags.lora_dropout == 1:
         raise UserError("--lora_dropout", "1, which drops everything", "a number of 0 or more, below 1")
-    if flags.target_modules is not None and not names_of(flags.target_modules):
+    if flags.target_modules is not None and not names_in(flags.target_modules):
         raise UserError("--target_modules", repr(flags.target_modules), "comma-separated names of layers")
-
-
-def names_of(text: str) -> tuple[str, ...]:
-    """The names in a comma-separated text."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def check_layout(args) -> None:
@@ -175,8 +171,8 @@ def check_files_of(args, is_demo: bool = False) -> None:
     for name in ("dataset", "eval_dataset"):
         check_files(vars(flags)[name], f"--{name}")
     for name in MODEL_FLAGS:
-        for folder in vars(flags)[name].split(",") if vars(flags)[name] is not None else ():
-            check_model_name(folder.strip(), f"--{name}")
+        for folder in (names_in(vars(flags)[name]) or [""]) if vars(flags)[name] is not None else ():
+            check_model_name(folder, f"--{name}")
     for name in ("dataset", "eval_dataset"):
         for hub_set in names_on_hub(vars(flags)[name]):
             check_on_hub(hub_set, f"--{name}", "dataset")

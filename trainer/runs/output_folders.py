@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Optional
 
+from trainer.comma_separated import names_in
 from trainer.errors import UserError
 from trainer.flags.common_flags import OutputArguments
 from trainer.metrics import METRICS_FILE, ROLLOUTS_FILE
@@ -47,7 +48,7 @@ def check_run_folder(output_dir: Optional[str], sources: dict[str, Optional[str]
     if place in ("/", os.path.realpath(os.path.expanduser("~"))):
         raise UserError("--output_dir", f"{output_dir} is {place}", "a folder within it")
     for name, value in sources.items():
-        if any(os.path.realpath(source.strip()) == place for source in (value or "").split(",") if source.strip()):
+        if any(os.path.realpath(source) == place for source in names_in(value)):
             raise UserError(
                 "--output_dir", f"{output_dir} is the folder of --{name}", "another folder, or one within it"
             )
@@ -129,7 +130,7 @@ def check_saved_models(output: OutputArguments, saved: list[str], sources: dict[
     for path in saved:
         target = os.path.realpath(path)
         for name, value in {"output_dir": output.output_dir, **sources}.items():
-            for folder in filter(None, (value or "").split(",")):
+            for folder in names_in(value):
                 if os.path.commonpath([target, os.path.realpath(folder)]) == target:
                     raise UserError(flag, f"{path} would replace --{name}", "another folder, or one within it")
         if os.path.isfile(target):
@@ -145,7 +146,7 @@ def check_saved_models(output: OutputArguments, saved: list[str], sources: dict[
 
 def trackers_of(output: OutputArguments) -> tuple[str, ...]:
     """The names of the trackers that a run uses, from --report_to, --use_wandb and --use_tensorboard."""
-    named = [] if output.report_to in (None, "none") else [name.strip() for name in output.report_to.split(",")]
+    named = [] if output.report_to == "none" else names_in(output.report_to)
     also = {"wandb": output.use_wandb, "tensorboard": output.use_tensorboard}
     return tuple(dict.fromkeys([*named, *(name for name, is_used in also.items() if is_used)]))
 

@@ -14,6 +14,7 @@ from typing import Optional
 
 import yaml
 
+from trainer.comma_separated import names_in
 from trainer.distributed.collectives import broadcast_object, check_shared_folder, wait_for_all
 from trainer.errors import UserError, without_secrets
 from trainer.flags.common_flags import CheckpointArguments, OutputArguments
@@ -244,8 +245,9 @@ def write_model_card(folder: str, command: str, config: dict, progress: Progress
     if not os.path.exists(config["pretrain"]):  # the hub refuses a card whose base model is a folder
         head["base_model"] = config["pretrain"]
     head["pipeline_tag"] = "text-classification" if scores else "text-generation"
-    names = [name.strip() for name in str(config["dataset"]).split(",")]
-    if public := [name for name in names if HUB_NAME.fullmatch(name) and not os.path.exists(name)]:
+    if public := [
+        name for name in names_in(config["dataset"]) if HUB_NAME.fullmatch(name) and not os.path.exists(name)
+    ]:
         head["datasets"] = public
     front = yaml.safe_dump(head)
     usage = USAGE.format(auto_class="AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM")

@@ -2,6 +2,7 @@
 
 from typing import Optional
 
+from trainer.comma_separated import names_in
 from trainer.datasets.samples.parts import WHOLE
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.unpaired import tokenize_unpaired
@@ -10,7 +11,7 @@ from trainer.errors import UserError
 from trainer.flags.preference_flags import PreferenceArguments
 from trainer.methods.dpo import make_preference_loss
 from trainer.methods.kto import make_kto_loss
-from trainer.models.losses.preference_loss import PAIR_LOSSES, PairLoss, PreferenceOptions, loss_names
+from trainer.models.losses.preference_loss import PAIR_LOSSES, PairLoss, PreferenceOptions
 from trainer.models.model_loading import resolve_adapted_model
 from trainer.runs.run_data import load_sets_of, text_options, tokenized
 from trainer.runs.run_models import frozen_model
@@ -60,9 +61,8 @@ def losses_of(loss: str) -> list[PairLoss]:
     """The losses of pairs that --loss names. kto is none of them. Raises UserError for an unknown name."""
     if loss == "kto":
         return []
-    names = loss_names(loss)
-    unknown = next((name for name in names if name not in PAIR_LOSSES), None)
-    if unknown is not None:
+    names = names_in(loss)
+    if not names or any(name not in PAIR_LOSSES for name in names):
         allowed = ", ".join((*PAIR_LOSSES, "kto"))
         raise UserError("--loss", loss, allowed if len(names) == 1 else allowed.removesuffix(", kto"))
     return [PAIR_LOSSES[name] for name in names]
@@ -81,7 +81,7 @@ def check_losses(flags: PreferenceArguments) -> dict:
     if flags.label_smoothing >= 0.5:
         raise UserError("--label_smoothing", str(flags.label_smoothing), "a number below 0.5")
     return {
-        "loss_names": tuple(loss_names(flags.loss)),
+        "loss_names": tuple(names_in(flags.loss)),
         "loss_has_reference": needs_reference(flags.loss),
         "loss_has_smoothing": any(loss.has_label_smoothing for loss in losses),
         "loss_has_divergence": bool(losses) and all(loss.of_margin for loss in losses),

@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trainer.comma_separated import names_in
 from trainer.datasets.files.image_files import has_images
-from trainer.datasets.files.loading import load_rows, names_of_sets, place_of_row
+from trainer.datasets.files.loading import load_rows, place_of_row
 from trainer.datasets.files.mixing import parse_probs
+from trainer.datasets.files.set_names import names_of_sets
 from trainer.datasets.images.image_processor import PixelLimits
 from trainer.datasets.images.image_samples import tokenize_with_images
 from trainer.datasets.samples.bounds import check_bounds
@@ -31,8 +33,7 @@ SHOWN = 2000  # characters of the first sample
 
 def load_flag_rows(data: DataArguments, seed: int, names: str, split: str, flag: str):
     """The rows of --dataset or --eval_dataset. `seed` mixes several sets."""
-    ignored = [name.strip() for name in (data.ignore_columns or "").split(",")]
-    return load_rows(names, **reading(data, seed, split, flag), ignored=ignored)
+    return load_rows(names, **reading(data, seed, split, flag), ignored=names_in(data.ignore_columns))
 
 
 def own_flags_of(data: DataArguments, names: str, flag: str) -> list[dict[str, Any]]:

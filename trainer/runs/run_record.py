@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from trainer.checkpoints.resume_effects import check_allowed
 from trainer.checkpoints.run_identity import Identity, sealed
+from trainer.comma_separated import names_in
 from trainer.datasets.batches.global_batches import column_of
 from trainer.datasets.conversations.tokens import tokenizer_state
 from trainer.datasets.files.stream_rows import contents_of_files
@@ -89,8 +90,7 @@ def adapters_of(known) -> dict[str, Optional[str]]:
 
 def named_models(flag: str, value: Optional[str]) -> dict[str, str]:
     """{flag, with a number from 2 on: name} of each model that is named in the comma-separated value of a flag."""
-    names = map(str.strip, (value or "").split(","))
-    return {flag + f" {number + 1}" * bool(number): name for number, name in enumerate(names) if name}
+    return {flag + f" {number + 1}" * bool(number): name for number, name in enumerate(names_in(value))}
 
 
 def frozen_folders(command: str, known, pretrain: str) -> dict[str, str]:
@@ -161,13 +161,13 @@ def _parts(path: str) -> Iterator[bytes]:
 def code_hash(names: str) -> str:
     """A hash of the Python files in the value of a flag, and of the other names in it."""
     digest = hashlib.blake2b(digest_size=8)
-    for name in names.split(","):
-        path = name.strip().split(":")[0]
+    for name in names_in(names):
+        path = name.split(":")[0]
         key, _, file = path.partition("=")  # NAME=FILE.py, for --env_key
         if not os.path.isfile(path) and os.path.isfile(file):
             digest.update(f"{key}=".encode())
             path = file
-        digest.update(open(path, "rb").read() if os.path.isfile(path) else name.strip().encode())  # noqa: SIM115
+        digest.update(open(path, "rb").read() if os.path.isfile(path) else name.encode())  # noqa: SIM115
     return digest.hexdigest()
 
 

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from trainer.checkpoints import checkpoint_store as store
+from trainer.comma_separated import names_in
 from trainer.datasets.batches.global_batches import column_of, hash_digests
 from trainer.errors import UserError
 from trainer.limits import read_text
@@ -115,8 +116,7 @@ def check_models(content: dict, model_folder: str | None) -> list[str] | None:
 def check_data(content: dict, replaced: str | None) -> list[str] | None:
     """The data files. `replaced` is a comma-separated list of other places for the files of --dataset."""
     arguments = dict(content["arguments"])
-    names = [name.strip() for name in (arguments["dataset"] or "").split(",")]
-    others = dict(zip(names, (name.strip() for name in replaced.split(",")), strict=False)) if replaced else {}
+    others = dict(zip(names_in(arguments["dataset"]), names_in(replaced), strict=False))
     differences, looked = [], False
     for name, files in content["data"]["files"].items():
         path = os.path.expanduser(others.get(name, name))

@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 
+from trainer.comma_separated import names_in
 from trainer.compare.certificates import certificate_checks as checks
 from trainer.compare.certificates.plain_replay import TOLERANCES, certify_steps, planned_batches
 from trainer.compare.runs.many_runs import run_here
@@ -84,7 +85,7 @@ def missing_rights(content: dict, places: dict[str, str | None], trust_remote_co
         lines += ["--trust_remote_code: the run used code of its model folder; order is checked only with this flag"]
     for name, value in {**places, "lora_adapter": None}.items():
         certified = arguments.get(name)
-        there = isinstance(certified, str) and all(map(is_here, certified.split(",")))
+        there = isinstance(certified, str) and all(map(is_here, names_in(certified)))
         if not value and certified and not there:
             lines += [f"--{name}: {' '.join(str(certified).split())[:80]} is not here, and is not fetched unasked"]
     return lines

@@ -11,7 +11,7 @@ from trainer.datasets.files.folders import files_of_folder, read_folder
 from trainer.datasets.files.image_files import has_images, with_folder, with_one_name, without_empty
 from trainer.datasets.files.mixing import joined, mix, parse_probs
 from trainer.datasets.files.read_files import read_files
-from trainer.datasets.files.set_names import hub_name, local_paths
+from trainer.datasets.files.set_names import hub_name, local_paths, names_of_sets
 from trainer.datasets.library import one_line, quiet
 from trainer.errors import UserError
 from trainer.flags.names.own_flags import MAX_SAMPLES, SPLIT
@@ -93,14 +93,6 @@ def places_of_rows(
         sizes = map(len, _load_sets(paths, flag, split, max_samples, own=own))
         counted = [{"set": np.full(size, number), "row": np.arange(size)} for number, size in enumerate(sizes)]
         return paths, joined([datasets.Dataset.from_dict(columns) for columns in counted], odds, seed)
-
-
-def names_of_sets(names: str, flag: str) -> list[str]:
-    """The names between the commas of a flag. Raises UserError if there is none."""
-    paths = [name.strip() for name in names.split(",") if name.strip()]
-    if not paths:
-        raise UserError(flag, "names no dataset", "files, folders or hub names with commas between them")
-    return paths
 
 
 def _load_sets(

@@ -4,6 +4,7 @@ import glob
 import os
 import re
 
+from trainer.comma_separated import names_in
 from trainer.errors import UserError
 
 FORMATS = {
@@ -20,9 +21,17 @@ HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<config>[\w.
 FIRST_ROWS = re.compile(r"(?P<path>.+)#(?P<rows>[1-9]\d*)")  # data.jsonl#500
 
 
+def names_of_sets(names: str, flag: str) -> list[str]:
+    """The names between the commas of a flag. Raises UserError if there is none."""
+    paths = names_in(names)
+    if not paths:
+        raise UserError(flag, "names no dataset", "files, folders or hub names with commas between them")
+    return paths
+
+
 def check_files(names: str | None, flag: str) -> None:
     """Raise UserError for a comma-separated name that is neither there nor a name on the hub, or for an empty file."""
-    for name in filter(None, map(str.strip, (names or "").split(","))):
+    for name in names_of_sets(names, flag) if names is not None else ():
         paths, num_rows = local_paths(name)
         if not paths and hub_name(name if num_rows is None else name.rpartition("#")[0]) is None:
             raise UserError(f"{flag} {name}", "file not found")
@@ -32,7 +41,7 @@ def check_files(names: str | None, flag: str) -> None:
 
 def names_on_hub(names: str | None) -> list[str]:
     """The names of repositories among comma-separated names that `check_files` has passed."""
-    absent = [name.strip() for name in (names or "").split(",") if name.strip() and not local_paths(name.strip())[0]]
+    absent = [name for name in names_in(names) if not local_paths(name)[0]]
     return [hub_name(name.rpartition("#")[0] if FIRST_ROWS.fullmatch(name) else name)["name"] for name in absent]
 
 

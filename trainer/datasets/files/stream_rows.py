@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 from datasets import data_files
 
+from trainer.comma_separated import names_in
 from trainer.datasets.files.input_checks import check_file
 from trainer.datasets.files.mixing import joined, parse_probs
 from trainer.datasets.files.tar_files import open_tar_files
@@ -41,7 +42,7 @@ def open_rows(
     Without probs, the sets follow each other. With probs, each next row comes from a set sampled with these odds. The
     stream ends when the first set is used up. `with_places`: each row also has the column PLACE, as "FILE row N". Raises UserError for a file that does not exist or cannot be streamed.
     """
-    paths = [name.strip() for name in names.split(",") if name.strip()]
+    paths = names_in(names)
     odds = None if probs is None else parse_probs(probs, len(paths))
     files = [_files_of(path, f"{flag} {path}", split) for path in paths]
     opened = _open_with_places if with_places else _open
@@ -176,7 +177,7 @@ def contents_of_files(names: str, split: str) -> str:
     It notices rows that stand in another order, and reads little of a large set.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for path in filter(None, (name.strip() for name in names.split(","))):
+    for path in names_in(names):
         for name in _files_of(path, path, split):
             digest.update(b"\n")
             if os.path.isfile(name):

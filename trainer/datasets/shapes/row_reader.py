@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.comma_separated import names_in
 from trainer.datasets.conversations.messages import CALL, IGNORE, messages_of, role_of
 from trainer.datasets.files.image_files import COLUMN as IMAGES
 from trainer.datasets.files.image_files import FOLDER
@@ -137,7 +138,7 @@ def reader_of(task: str, columns: list[str], *, chat: bool | None, ignored: str 
 
     `ignored` is the value of --ignore_columns, names with commas between them.
     """
-    ignored = tuple(name.strip() for name in (ignored or "").split(",") if name.strip())
+    ignored = tuple(names_in(ignored))
     added = [name for name in (*SYSTEMS, HISTORY, *TOOLS) if name in columns and name not in ignored]
     is_chat = chat is False and (added or facts.get("system") is not None)
     return RowReader(task, chat=True if is_chat else chat, ignored=ignored, **facts)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.comma_separated import names_in
 from trainer.errors import UserError
 
 FLAGS_OF = {"dataset": "dataset_flags", "eval_dataset": "eval_dataset_flags"}
@@ -24,8 +25,8 @@ def read(text: str | None, flag: str, names: str | None) -> list[dict[str, Any]]
     if not isinstance(own, list) or not all(isinstance(one, dict) for one in own):
         shown = " ".join(str(text).split())[:80]
         raise UserError(where, shown, 'a JSON list of objects, such as [{"input_key": "q"}, {}]')
-    if text is not None and len(own) != len(names_of(names)):
-        raise UserError(where, f"{len(own)} objects for {len(names_of(names))} sets", f"one for each set of --{flag}")
+    if text is not None and len(own) != len(names_in(names)):
+        raise UserError(where, f"{len(own)} objects for {len(names_in(names))} sets", f"one for each set of --{flag}")
     return own
 
 
@@ -35,17 +36,12 @@ def as_flags(own: dict[str, Any], flag: str) -> dict[str, Any]:
     return found | ({"max_eval_samples": own[MAX_SAMPLES]} if flag == "eval_dataset" and MAX_SAMPLES in own else {})
 
 
-def names_of(value: str | None) -> list[str]:
-    """The names of sets in a flag."""
-    return [name.strip() for name in (value or "").split(",") if name.strip()]
-
-
 def flags_of_sets(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, own flags) of each set, if sets have flags of their own; else one place "" without any. `values` are flat."""
     found = []
     for flag, own_flag in FLAGS_OF.items():
         own = read(values.get(own_flag), flag, values.get(flag))
-        found += [(f"--{flag} {name}", as_flags(one, flag)) for name, one in zip(names_of(values.get(flag)), own)]
+        found += [(f"--{flag} {name}", as_flags(one, flag)) for name, one in zip(names_in(values.get(flag)), own)]
         if values.get(flag) and not own:
             found.append(("", {}))
     yield from found or [("", {})]

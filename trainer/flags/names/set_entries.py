@@ -9,8 +9,9 @@ import typing
 from dataclasses import Field
 from typing import Any, Optional
 
+from trainer.comma_separated import names_in
 from trainer.errors import UserError
-from trainer.flags.names.own_flags import FLAGS_OF, MAX_SAMPLES, SPLIT, SPLIT_OF, names_of, read
+from trainer.flags.names.own_flags import FLAGS_OF, MAX_SAMPLES, SPLIT, SPLIT_OF, read
 from trainer.flags.names.suggestions import misspelled, suggestion
 
 # what a set may have of its own: how its rows are read
@@ -34,7 +35,7 @@ def spread(values: dict[str, Any], command: str, fields: dict[str, tuple[Field, 
             values = values | _of_list(values, flag, own_flag, command, fields)
         elif values.get(own_flag) is not None:
             own = read(values[own_flag], flag, values.get(flag))
-            for number, (one, path) in enumerate(zip(own, names_of(values[flag])), 1):
+            for number, (one, path) in enumerate(zip(own, names_in(values[flag])), 1):
                 _check(one, f"--{own_flag} set {number} ({path})", flag, command, fields)
     return values
 

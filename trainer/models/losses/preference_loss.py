@@ -15,6 +15,8 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
+from trainer.comma_separated import names_in
+
 
 @dataclass(frozen=True)
 class AnswerLogProbs:
@@ -52,11 +54,6 @@ class LogRatios:
 
     chosen: torch.Tensor
     rejected: torch.Tensor
-
-
-def loss_names(loss: str) -> list[str]:
-    """The names in a value of --loss: "dpo, bco" gives ["dpo", "bco"]."""
-    return [name.strip() for name in loss.split(",")]
 
 
 def f_score(log_ratio: torch.Tensor, divergence: str, alpha: float) -> torch.Tensor:
@@ -200,7 +197,7 @@ def pair_losses(policy: AnswerLogProbs, ratios: Optional[LogRatios], options: Pr
     --nll_loss_coef adds -log pi(w) / |w| times it (Pang et al. 2024, Iterative reasoning preference optimization, equation
     1). A sum of dpo, bco and this term is MPO (Wang et al. 2024, Mixed preference optimization).
     """
-    names, margin = loss_names(options.loss), None
+    names, margin = names_in(options.loss), None
     if ratios is not None:
         chosen, rejected = (f_score(r, options.f_divergence, options.f_alpha) for r in (ratios.chosen, ratios.rejected))
         margin = chosen - rejected

@@ -15,6 +15,7 @@ from typing import Any, Optional
 
 import yaml
 
+from trainer.comma_separated import names_in
 from trainer.datasets.conversations.messages import messages_of
 from trainer.errors import Failed, UserError
 from trainer.rollout.rewards.reward_functions import check_scores
@@ -96,9 +97,9 @@ def read_sources(env: str, env_args: Optional[str], by_name: bool) -> dict[str, 
     """
     names = {"": env}
     if by_name:
-        pairs = [part.strip().partition("=") for part in env.split(",")]
+        pairs = [part.partition("=") for part in names_in(env)]
         names = {name: source for name, mark, source in pairs if mark and name and source}
-        if len(names) < len(pairs):
+        if not names or len(names) < len(pairs):
             raise UserError(FLAG, env, "NAME=FILE, or several of different names (comma-separated), for --env_key")
     arguments = _mapping("--env_args", env_args) if env_args else {}
     if not by_name:

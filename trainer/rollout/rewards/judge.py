@@ -13,12 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from trainer.comma_separated import names_in
 from trainer.errors import Failed, UserError
 from trainer.rollout.peers import post_json
 from trainer.rollout.rewards.judge_modes import MODES, Mode
 from trainer.rollout.rewards.math_reward import without_thoughts
 from trainer.rollout.rewards.remote_rewards import FIRST_PAUSE_SECONDS, TROUBLE, given_up, problem_of, tries
-from trainer.rollout.rewards.reward_functions import GROUPS, JUDGE, function_names, needs_labels
+from trainer.rollout.rewards.reward_functions import GROUPS, JUDGE, needs_labels
 
 FLAG = "--judge_url"
 FOLDER = "judge_cache"  # in the run folder
@@ -62,12 +63,12 @@ def read_rubric(path: Optional[str], mode: str = "alone") -> str:
 
 def facts_of_judge(reward_func: Optional[str], mode: str) -> frozenset[str]:
     """GROUPS if --reward_func has a judge that compares responses."""
-    return frozenset({GROUPS} if JUDGE in function_names(reward_func) and MODES[mode].compares else ())
+    return frozenset({GROUPS} if JUDGE in names_in(reward_func) and MODES[mode].compares else ())
 
 
 def rewards_need_labels(reward_func: Optional[str], rubric_path: Optional[str], mode: str = "alone") -> bool:
     """Whether a function compares with labels, or the rubric of the judge has a place for them."""
-    of_rubric = JUDGE in function_names(reward_func) and "{label}" in read_rubric(rubric_path, mode)
+    of_rubric = JUDGE in names_in(reward_func) and "{label}" in read_rubric(rubric_path, mode)
     return of_rubric or needs_labels(reward_func)
 
 

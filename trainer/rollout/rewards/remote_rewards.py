@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Optional
 
+from trainer.comma_separated import names_in
 from trainer.errors import Failed, UserError
 from trainer.rollout.peers import post_json
 from trainer.rollout.rewards.reward_functions import Scorer, check_scores
@@ -36,8 +37,8 @@ def read_key(flag: str, path: str) -> str:
 
 def split_urls(urls: str, flag: str = FLAG) -> list[str]:
     """The addresses of a flag. Raises UserError for one without http:// or https://, or with a password."""
-    found = [url.strip() for url in urls.split(",")]
-    for url in found:
+    found = names_in(urls)
+    for url in found or [""]:
         if not url.startswith(("http://", "https://")):
             raise UserError(flag, url or "an empty address", "http://... or https://..., or several (comma-separated)")
         if "@" in url.split("://", 1)[1].split("/", 1)[0]:

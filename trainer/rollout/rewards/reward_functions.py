@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from trainer.comma_separated import names_in
 from trainer.errors import Failed, UserError
 from trainer.rollout.rewards.format_rewards import answer_reward, format_reward, multiple_choice_reward
 from trainer.rollout.rewards.math_reward import MATH_REWARDS, exact_match
@@ -46,12 +47,8 @@ Scorer = Callable[
 ]
 
 
-def function_names(reward_func: str | None) -> list[str]:
-    return [name.strip() for name in reward_func.split(",")] if reward_func else []
-
-
 def needs_labels(reward_func: str | None) -> bool:
-    return any(name in BUILT_IN and name not in WITHOUT_LABELS for name in function_names(reward_func))
+    return any(name in BUILT_IN and name not in WITHOUT_LABELS for name in names_in(reward_func))
 
 
 def load_reward_functions(reward_func: str | None) -> dict[str, Callable]:
@@ -59,7 +56,7 @@ def load_reward_functions(reward_func: str | None) -> dict[str, Callable]:
 
     Raises UserError if two have the same short name in the log.
     """
-    names = function_names(reward_func)
+    names = names_in(reward_func)
     taken = [*RESERVED_METRICS, *map(short_name, names)]
     if len(names) > 1 and len(set(taken)) < len(taken):
         raise UserError(FLAG, f"{reward_func}: the log needs different names", "files with names of their own")

@@ -3,11 +3,11 @@
 import os
 from typing import Optional
 
+from trainer.comma_separated import names_in
 from trainer.flags.common_flags import LoraArguments
 from trainer.model_folders.adapter_folder import read_adapter
 from trainer.models.lora import LoraOptions, add_adapter
 from trainer.runs.feature import Feature
-from trainer.runs.flag_checks import names_of
 
 
 def add_adapter_of_flags(flags: LoraArguments, strategy, model, pretrain: str, start: Optional[str] = None) -> None:
@@ -15,7 +15,7 @@ def add_adapter_of_flags(flags: LoraArguments, strategy, model, pretrain: str, s
 
     `start` is the folder of the adapter that it goes on from.
     """
-    names = names_of(flags.target_modules or "")
+    names = tuple(names_in(flags.target_modules))
     targets = None if names in ((), ("all-linear",), ("all",)) else names  # peft's and LLaMA-Factory's names for all
     alpha = flags.lora_alpha or 2 * flags.lora_rank
     kind = {"experts": flags.lora_experts, "dora": flags.use_dora, "rslora": flags.use_rslora, "start": start}

@@ -6,6 +6,7 @@ from typing import Any
 
 import datasets
 
+from trainer.comma_separated import names_in
 from trainer.datasets.conversations.tokens import digest_of
 from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.datasets.samples.bounds import check_ids
@@ -54,7 +55,7 @@ def coefficient(flags: TeacherArguments) -> float:
 def open_teacher(run) -> None:
     """Load the teachers. With --teacher_answers, let it answer the prompts, and read its answers as the data."""
     run.open()
-    loaded = [load_teacher(run, name.strip()) for name in run.args.teacher.teacher.split(",")]
+    loaded = [load_teacher(run, name) for name in names_in(run.args.teacher.teacher)]
     run.teachers = [teacher for teacher, _ in loaded]
     if run.args.teacher.teacher_answers:
         args, load = answered(run, *loaded[0]), run.method.load_data

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 
+from trainer.comma_separated import names_in
 from trainer.errors import UserError
 from trainer.flags.data_rules import has_evaluation
 from trainer.flags.rl_flags import (
@@ -23,7 +24,7 @@ from trainer.rollout.rewards.judge import (
     rewards_need_labels,
 )
 from trainer.rollout.rewards.remote_rewards import read_key, split_urls
-from trainer.rollout.rewards.reward_functions import JUDGE, check_file, function_names
+from trainer.rollout.rewards.reward_functions import JUDGE, check_file
 from trainer.rollout.shares import sizes_of_pass
 from trainer.runs.flag_checks import check_flags
 
@@ -68,8 +69,8 @@ def check_rollouts(rollout: RolloutArguments) -> None:
     share = rollout.vllm_gpu_memory_utilization
     if share is not None and share >= 1:
         raise UserError("--vllm_gpu_memory_utilization", f"{share:g}", "below 1")
-    for url in rollout.engine_urls.split(",") if rollout.engine_urls else ():
-        if not url.strip().startswith(("http://", "https://")):
+    for url in (names_in(rollout.engine_urls) or [""]) if rollout.engine_urls else ():
+        if not url.startswith(("http://", "https://")):
             raise UserError("--engine_urls", url, "http://HOST:PORT, comma-separated")
     if rollout.rollout_engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("--rollout_engine", "vllm is not installed", "hf; or pip install -e '.[vllm]'")
@@ -77,7 +78,9 @@ def check_rollouts(rollout: RolloutArguments) -> None:
 
 def check_rewards(scores: ScoreArguments, environment: EnvironmentArguments, needs_source: bool) -> None:
     """Raise UserError if scores are needed and nothing gives them, or if their code, address or key is wrong."""
-    if needs_source and not (scores.reward_func or scores.reward_pretrain or scores.remote_rm_url or environment.env):
+    if needs_source and not (
+        names_in(scores.reward_func) or scores.reward_pretrain or scores.remote_rm_url or environment.env
+    ):
         others = "--reward_pretrain, --remote_rm_url, --env"
         raise UserError("--reward_func", "missing", f"math, exact_match, a Python file; or {others}")
     if environment.env:
@@ -88,11 +91,11 @@ def check_rewards(scores: ScoreArguments, environment: EnvironmentArguments, nee
         split_urls(scores.remote_rm_url)
         if scores.remote_rm_api_key:
             read_key("--remote_rm_api_key", scores.remote_rm_api_key)
-    if JUDGE in function_names(scores.reward_func):
+    if JUDGE in names_in(scores.reward_func):
         judge_options(scores)
     check_bounds("--reward_range", scores.reward_range)
     check_bounds("--reward_clip_range", scores.reward_clip_range)
-    for name in function_names(scores.reward_func):
+    for name in names_in(scores.reward_func):
         check_file(name)
 
 

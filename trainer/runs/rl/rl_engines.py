@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainer.comma_separated import names_in
 from trainer.datasets.conversations.rendering import chat_template
 from trainer.datasets.conversations.turns import check_call_format
 from trainer.datasets.samples.prompts import COLUMN
@@ -65,7 +66,7 @@ def server_engine(run, options: dict) -> VLLMServerEngine:
 
 
 def server_urls(run) -> list[str]:
-    return [url.strip() for url in run.args.rollout.engine_urls.split(",")]
+    return names_in(run.args.rollout.engine_urls)
 
 
 def vllm_engine(run, options: dict):

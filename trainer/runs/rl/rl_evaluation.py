@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from datasets import Dataset
 
-from trainer.datasets.files.loading import names_of_sets, places_of_rows
+from trainer.datasets.files.loading import places_of_rows
+from trainer.datasets.files.set_names import names_of_sets
 from trainer.datasets.rows import check_keys, column_of_key, lookup
 from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments

@@ -3,6 +3,7 @@
 import math
 from typing import Optional
 
+from trainer.comma_separated import names_in
 from trainer.errors import UserError
 from trainer.flags.groups import flat
 from trainer.flags.rl_flags import PPOArguments
@@ -11,7 +12,7 @@ from trainer.methods.ppo_state import PPOOptions
 from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT
-from trainer.rollout.rewards.reward_functions import function_names, short_name
+from trainer.rollout.rewards.reward_functions import short_name
 
 # flags that are options of the algorithm as they are
 SAME_NAMES = """seed cov_share kl_estimator kl_in_score kl_target kl_horizon top_entropy_quantile tis_cap tis_level tis_floor rollout_kl_max
@@ -64,7 +65,7 @@ def rewards_apart(args: PPOArguments) -> tuple[tuple[str, float], ...]:
     """The name in the log and the weight of each function of --reward_func, for gdpo."""
     if args.advantage.advantage_estimator != "gdpo":
         return ()
-    names = [short_name(name) for name in function_names(args.scores.reward_func)]
+    names = [short_name(name) for name in names_in(args.scores.reward_func)]
     return tuple(zip(names, args.scores.reward_weights or [1.0] * len(names)))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
+from trainer.comma_separated import names_in
 from trainer.datasets.conversations.turn_ends import as_trained, stop_ids, turn_ends
 from trainer.distributed.collectives import rank_0_alone, rank_0_first
 from trainer.errors import UserError
@@ -19,7 +20,6 @@ from trainer.rollout.rewards.judge import Judge, facts_of_judge
 from trainer.rollout.rewards.remote_rewards import read_key, remote_scorer
 from trainer.rollout.rewards.reward_functions import (
     check_scores,
-    function_names,
     function_scorer,
     short_name,
     wanted_facts,
@@ -41,7 +41,7 @@ def build_reward(run, make_batches: Callable) -> Callable:
         scorer = remote_scorer(
             args.scores.remote_rm_url, args.scores.remote_rm_timeout, args.scores.remote_rm_retries, key
         )
-    elif names := function_names(args.scores.reward_func):
+    elif names := names_in(args.scores.reward_func):
         options = {"timeout": args.scores.reward_timeout, "alone": len(names) == 1}
         scorers = {
             short_name(name): function_scorer(name, functions[name], **options)
@@ -81,8 +81,8 @@ def _reward_models(args: PPOArguments, setup: Setup, output_dir: str, make_batch
     """
 
     models, remote_code = [], args.model.trust_remote_code
-    for number, name in enumerate(args.scores.reward_pretrain.split(",")):
-        folder, adapter = rank_0_first(lambda name=name: resolve_adapted_model(name.strip(), "--reward_pretrain"))
+    for number, name in enumerate(names_in(args.scores.reward_pretrain)):
+        folder, adapter = rank_0_first(lambda name=name: resolve_adapted_model(name, "--reward_pretrain"))
         if adapter:
             folder = _with_head(folder, adapter, os.path.join(output_dir, f"initial_reward_{number}"), args)
         check_head(folder, "--reward_pretrain")

@@ -6,6 +6,7 @@ import functools
 
 from transformers import AutoModelForCausalLM
 
+from trainer.comma_separated import names_in
 from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.datasets.files.image_files import has_images
 from trainer.datasets.images.image_samples import prompts_with_images
@@ -25,7 +26,7 @@ from trainer.rollout.resumed_rollouts import origin_of
 from trainer.rollout.rewards.formulas import can_compare
 from trainer.rollout.rewards.judge import rewards_need_labels
 from trainer.rollout.rewards.math_reward import MATH_REWARDS
-from trainer.rollout.rewards.reward_functions import function_names, load_reward_functions, wanted_columns
+from trainer.rollout.rewards.reward_functions import load_reward_functions, wanted_columns
 from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.runs import outputs
 from trainer.runs.feature import apply
@@ -59,7 +60,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     order = {"batch_size": args.rollout.rollout_batch_size, "curriculum": args.rollout.curriculum}
     order["reward_range"] = args.scores.reward_range or WRONG_AND_RIGHT
     size = args.rollout.rollout_batch_size
-    if not MATH_REWARDS.keys().isdisjoint(function_names(args.scores.reward_func)) and not can_compare():
+    if not MATH_REWARDS.keys().isdisjoint(names_in(args.scores.reward_func)) and not can_compare():
         run.setup.strategy.print(
             f"--reward_func {args.scores.reward_func}: math-verify is not installed, so formulas are compared as texts"
         )

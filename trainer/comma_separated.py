@@ -1,0 +1,6 @@
+"""Names that a flag holds with commas between them."""
+
+
+def names_in(text: str | None) -> list[str]:
+    """The names in a text such as "a, b", in order, without the spaces around them. Empty ones do not count; None has none."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
