@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from torch.distributed.utils import _to_kwargs
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config, SchedulerType
 
-from trainer.datasets.batches.packing import IGNORE, collate_packed, collate_padded, shifted_labels
+from trainer.datasets.batches.packing import IGNORE, collate_packed, collate_padded, model_inputs, shifted_labels
 from trainer.flags.common_flags import SCHEDULES
 from trainer.methods.sft import sft_loss
+from trainer.models.attention.attention_call import document_bounds
 from trainer.models.attention.choice import resolve_attention
 from trainer.models.losses.token_losses import causal_lm_logits, token_log_probs
 from trainer.optimizers.build import build_scheduler
@@ -38,6 +40,14 @@ def test_labels_are_shifted_before_anything_is_cut():
     padded = collate_padded([sample([5, 6, 7], 1), sample([8, 9], 1)], pad_token_id=0)
     assert padded["labels"].tolist() == [[6, 7, IGNORE], [9, IGNORE, IGNORE]]
     assert padded["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+
+
+def test_bounds_of_documents_stay_on_the_host_where_fsdp2_moves_a_call_to_the_gpu():
+    """The meta device stands for the GPU: its values cannot be read."""
+    inputs = model_inputs(collate_packed([sample([5, 6, 7], 1), sample([8, 9], 1)], pad_token_id=0))
+    [moved] = _to_kwargs((), inputs, torch.device("meta"), False)[1]
+    assert moved["input_ids"].is_meta and moved["cu_seqlens"].is_meta
+    assert document_bounds(moved["cu_seqlens_host"]) == [0, 3, 5]
 
 
 @pytest.mark.parametrize("collate", [collate_padded, collate_packed])
