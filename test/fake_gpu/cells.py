@@ -45,6 +45,12 @@ class Cell:
 # the most waits of a step: its end has 3, and each of 2 layers with shared experts has one in each of 2 micro-batches
 MOST_WAITS = {"sft 2 x fsdp2 --expert_parallel_size 2 bf16 experts": 3 + 2 * 2}
 MOST_WAITS |= {f"sft {ranks} x fsdp2 --adam_offload fp32": 1 for ranks in (1, 2)}
+# DeepSpeed reads the norm and the overflow of each group of parameters; ZeRO 3 waits for buckets and copies, too
+MOST_WAITS |= {f"sft {ranks} x deepspeed --zero_stage 2 --adam_offload fp32": 6 for ranks in (1, 2)}
+MOST_WAITS |= {"sft 1 x deepspeed --zero_stage 2 --adam_offload bf16": 9}
+MOST_WAITS |= {f"sft 1 x deepspeed --zero_stage 3 --adam_offload {dtype}": 18 for dtype in ("fp32", "bf16")}
+# packed documents: no layer reads their bounds from the GPU
+MOST_WAITS |= {f"sft {ranks} x fsdp2 --packing_samples {dtype}": 3 for ranks in (1, 2) for dtype in ("fp32", "bf16")}
 STAGES = [("fsdp2", ""), *(("deepspeed", f"--zero_stage {stage}") for stage in range(4))]
 LARGE = [("fsdp2", ""), ("deepspeed", "--zero_stage 2"), ("deepspeed", "--zero_stage 3")]
 
@@ -72,6 +78,7 @@ def all_cells():
             for backend, stage in LARGE
             for ranks in (1, 2)
         ]
+    cells += [Cell("train_sft", backend, joined(stage, "--adam_offload"), dtype="bf16") for backend, stage in LARGE]
     for maths in ("--lora_rank 4", "--weight_decay 0.1"):
         cells += [Cell("train_sft", backend, stage, maths) for backend, stage in LARGE]
     for maths in ("--optim muon", "--optim adafactor"):

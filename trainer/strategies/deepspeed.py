@@ -40,6 +40,7 @@ from trainer.strategies.on_deepspeed import (
     autotp,
     autotp_layers,
     given_gradients,
+    offloaded_gradients,
     zero_0,
     zero_1,
     zero_loading,
@@ -165,6 +166,8 @@ class DeepspeedStrategy:
             fix_products(model, kinds, self.meshes.params["tp"], self.exact.split)
             given_gradients.without_leaf_hooks(wrapped)
         self._note_reached(model)
+        if self.options.adam_offload and self.zero_stage < 3:
+            offloaded_gradients.read_together(wrapped)
         if self.param_dtype != torch.float32:
             if self.zero_stage == 0:
                 zero_0.add_masters(model, wrapped, self.param_dtype)
