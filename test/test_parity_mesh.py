@@ -83,7 +83,7 @@ REFUSED = {
         ["--ring_attn_size", "3", "--attn_implementation", "eager"],
         "--attn_implementation eager with --ring_attn_size 3",
     ),
-    "ranks": (["--dp_replicate_size", "2"], "does not divide the 3 ranks"),
+    "ranks": (["--dp_replicate_size", "2"], "does not divide the number of ranks, 3"),
     "autotp": (["--backend", "deepspeed", "--tensor_parallel_size", "3", "--sequence_parallel"], "--sequence_parallel"),
     "hybrid zero 2": (["--backend", "deepspeed", "--zero_stage", "2", "--dp_replicate_size", "3"], "--zero_stage 3"),
 }

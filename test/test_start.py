@@ -1,6 +1,7 @@
 """The command `trainer`: it checks flags before ranks start, and its ranks end with it. The first line of a run."""
 # ruff: noqa: F811 (a fixture of another file)
 
+import importlib
 import json
 import os
 import signal
@@ -12,10 +13,12 @@ from launch import run_until_gone
 from safetensors.torch import load_file, save_file
 from test_errors import CASES, DATA, MODEL, assert_one_line, demo  # noqa: F401 (demo is a fixture)
 
+from trainer.cli import serve_train
 from trainer.errors import UserError
 from trainer.flags.groups import from_flat
 from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.rules import COMMANDS
+from trainer.models.model_loading import load_tokenizer
 from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.output_folders import check_rights
 from trainer.runs.run_data import shortened
@@ -145,3 +148,44 @@ def test_a_closed_folder_and_a_file_without_a_flag_are_refused_before_torch(tmp_
     check_rights(str(tmp_path / "new/run"))
     with pytest.raises(UserError, match=r"^axolotl.yml: a file without a flag. Did you mean --config axolotl.yml\?$"):
         parse_arguments(COMMANDS["train_sft"], "train_sft", ["axolotl.yml", "--max_steps", "2"])
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "found"),
+    [
+        ("make_demo", "--output_dir /proc/none", "--output_dir: /proc/none: /proc takes no new file"),
+        ("export", "nowhere OUT", r"SOURCE: \S*/nowhere: no such folder"),
+        ("export", "{0} {0}", "OUT: .* exists already"),
+        ("export", "{0} /proc/none", "OUT: /proc/none: /proc takes no new file"),
+        ("prepare_data", "", "--pretrain: missing .allowed: a folder or hub name with the tokenizer"),
+        ("prepare_data", "--pretrain {0} --dataset none.jsonl --output_dir {0}/new", "--dataset none.jsonl: file not"),
+    ],
+)
+def test_places_are_looked_at_before_torch_is_imported(tmp_path, monkeypatch, command, flags, found):
+    door = importlib.import_module(f"trainer.cli.{command}")
+
+    def no_libraries():
+        raise AssertionError("the libraries are imported first")
+
+    monkeypatch.setattr(door, "quiet_libraries", no_libraries)
+    with pytest.raises(UserError, match=f"^{found}"):
+        door.run(flags.format(tmp_path).split())
+    with pytest.raises(UserError, match=r"^--output_dir: /proc/none/x: /proc "):
+        check_rights("/proc/none/x")
+
+
+def test_a_folder_without_a_tokenizer_is_named(demo, tmp_path):
+    """transformers makes an empty tokenizer for some models, and has a long text for others."""
+    config = json.loads((demo / "demo/model/config.json").read_text())
+    for kind in (config["model_type"], "llama"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+        with pytest.raises(UserError, match=r"contains no tokenizer \(allowed"):
+            load_tokenizer(str(tmp_path))
+
+
+def test_the_scale_of_an_adapter_is_for_adapters_only(demo):
+    flags = ["--pretrain", str(demo / "demo/model"), "--port", "0"]
+    assert serve_train.check(flags)[1].lora.lora_alpha is None
+    assert serve_train.check([*flags, "--lora_rank", "4"])[1].lora.lora_alpha == 32
+    with pytest.raises(UserError, match="--lora_alpha 32 without --lora_rank"):
+        serve_train.check([*flags, "--lora_alpha", "32"])

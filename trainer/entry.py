@@ -243,6 +243,8 @@ def _is_lost_peer(error: Exception) -> bool:
 
 def quiet_libraries() -> None:
     """Keep other libraries' progress bars and deprecation notes out of a run's output."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # tqdm reads it when it is imported
     import torch  # not while --help is printed
     from transformers.utils import logging as transformers_logging
 

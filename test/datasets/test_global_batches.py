@@ -187,7 +187,7 @@ def test_position_can_be_saved_and_restored_in_mid_epoch():
 def test_mesh_sizes():
     assert resolve_mesh_sizes(8, sp=2, tp=2) == MeshSizes(1, 2, 2, 2)
     assert resolve_mesh_sizes(8, dp_replicate=2, tp=2) == MeshSizes(2, 2, 1, 2)
-    with pytest.raises(UserError, match="does not divide the 6 ranks"):
+    with pytest.raises(UserError, match="does not divide the number of ranks, 6"):
         resolve_mesh_sizes(6, sp=2, tp=2)
 
 

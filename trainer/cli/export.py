@@ -10,6 +10,7 @@ a GGUF file                           its model folder, with full weights in pla
 
 from trainer.entry import quiet_libraries, run_command
 from trainer.help_texts import OneLineParser
+from trainer.runs.output_folders import check_places
 
 
 def build_parser() -> OneLineParser:
@@ -27,6 +28,8 @@ def build_parser() -> OneLineParser:
 
 def run(argv: list[str]) -> None:
     args = build_parser().parse_args(argv)
+    check_places(args.source, args.out)
+    print(f"exporting {args.source} to {args.out}", flush=True)
     quiet_libraries()
     from trainer.runs.exported_models import export  # it imports torch, which --help does not need
 

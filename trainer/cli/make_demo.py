@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from trainer.entry import quiet_libraries, run_command
 from trainer.flags.parse_flags import arg, parse_group
+from trainer.runs.output_folders import check_rights, make_writable
 
 
 @dataclass
@@ -23,11 +24,11 @@ class DemoArguments:
 
 def run(argv: list[str]) -> None:
     args = parse_group(DemoArguments, "make_demo", argv)
+    check_rights(args.output_dir)
     quiet_libraries()
     # after the flags are read: --help must not import torch
     from trainer.datasets.demos.demo import make_demo
     from trainer.datasets.demos.vision_demo import make_vision_demo
-    from trainer.runs.output_folders import make_writable
 
     make_writable("--output_dir", os.path.dirname(os.path.abspath(args.output_dir)))
     (make_vision_demo if args.vision else make_demo)(args.output_dir, args.seed)

@@ -7,10 +7,12 @@ import os
 from dataclasses import dataclass
 from typing import Optional
 
+from trainer.datasets.files.set_names import check_files
 from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
 from trainer.flags.common_flags import DataArguments, LengthArguments, SFTDataArguments
 from trainer.flags.parse_flags import arg, flat, group, parse_arguments
+from trainer.runs.output_folders import check_rights, make_writable
 
 
 @dataclass
@@ -34,28 +36,43 @@ class PrepareArguments:
     sft: SFTDataArguments = group(SFTDataArguments)
 
 
-def run(argv: list[str]) -> None:
-    args = parse_arguments(PrepareArguments, "prepare_data", argv)
-    # torch is imported from here on: --help and a wrong flag have answered
-    quiet_libraries()
-    from trainer.datasets.samples.preparation import prepare_rows
-    from trainer.datasets.samples.prepared import OPTIONS
-    from trainer.models.model_bounds import bounds_of
-    from trainer.models.model_loading import resolve_model_folder
-    from trainer.runs.output_folders import make_writable
-    from trainer.runs.run_data import files_in_errors, load_sets_of, options_of_sft, with_files
-    from trainer.runs.run_setup import prepared_tokenizer
+NEEDED = {
+    "pretrain": "a folder or hub name with the tokenizer",
+    "dataset": "files, folders or hub names of rows",
+    "output_dir": "a new folder for the tokens",
+}
 
-    flags, data = flat(args), args.data
-    for name in ("pretrain", "dataset", "output_dir"):
+
+def check(args: PrepareArguments) -> str:
+    """The absolute path of the folder to write. Raises UserError for flags and folders that no run could have."""
+    flags = flat(args)
+    for name, allowed in NEEDED.items():
         if not flags[name]:
-            raise UserError(f"--{name}", "needed")
+            raise UserError(f"--{name}", "missing", allowed)
     for name in ("eval_dataset", "eval_dataset_flags", "eval_split", "eval_fraction", "max_eval_samples"):
         if flags[name] != getattr(DataArguments(), name):
             raise UserError(f"--{name}", "would do nothing here", "give it to train_sft")
     target = os.path.abspath(args.target.output_dir)
     if os.path.exists(target):
         raise UserError("--output_dir", f"{target} exists already", "a new folder")
+    check_rights(target)
+    check_files(flags["dataset"], "--dataset")
+    return target
+
+
+def run(argv: list[str]) -> None:
+    args = parse_arguments(PrepareArguments, "prepare_data", argv)
+    target = check(args)
+    # torch is imported from here on: --help and a wrong flag have answered
+    quiet_libraries()
+    from trainer.datasets.samples.preparation import prepare_rows
+    from trainer.datasets.samples.prepared import OPTIONS
+    from trainer.models.model_bounds import bounds_of
+    from trainer.models.model_loading import resolve_model_folder
+    from trainer.runs.run_data import files_in_errors, load_sets_of, options_of_sft, with_files
+    from trainer.runs.run_setup import prepared_tokenizer
+
+    data = args.data
     make_writable("--output_dir", os.path.dirname(target))
     folder, remote_code = resolve_model_folder(args.target.pretrain), args.target.trust_remote_code
     tokenizer = prepared_tokenizer(folder, remote_code, data)

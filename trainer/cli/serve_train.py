@@ -18,6 +18,7 @@ from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.start_line import begin
 
 COMMAND = "serve_train"
+DEFAULT_ALPHA = 32  # that of Tinker
 PACKAGES = ("uvicorn", "starlette", "google.protobuf")
 
 
@@ -32,7 +33,9 @@ def check(argv: list[str]) -> tuple[ServeTrainArguments, SFTArguments]:
     if importlib.util.find_spec("google") is None or any(importlib.util.find_spec(name) is None for name in PACKAGES):
         raise UserError(COMMAND, "uvicorn, starlette or protobuf is not installed", "pip install -e '.[serve]'")
     own = {name: value for name, value in flat(given).items() if name not in vars(given.server)}
-    own |= {"train_batch_size": 2**20, "no_save": True, "lora_alpha": given.lora.lora_alpha or 32}
+    own |= {"train_batch_size": 2**20, "no_save": True}
+    if given.lora.lora_rank:
+        own["lora_alpha"] = given.lora.lora_alpha or DEFAULT_ALPHA
     args = from_flat(SFTArguments, own)
     check_flags("train_sft", args, ("eval_loss",))
     check_files_of(args)

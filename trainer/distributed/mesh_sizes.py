@@ -38,8 +38,8 @@ def resolve_mesh_sizes(world_size: int, *, dp_replicate: int = 1, sp: int = 1, t
     if world_size % unit:
         raise UserError(
             "--dp_replicate_size * --ring_attn_size * --tensor_parallel_size",
-            f"{dp_replicate} * {sp} * {tp} = {unit} does not divide the {world_size} ranks started by torchrun",
-            f"a multiple of {unit} ranks",
+            f"{dp_replicate} * {sp} * {tp} = {unit} does not divide the number of ranks, {world_size}",
+            f"a multiple of {unit} ranks: trainer COMMAND --nproc {unit}, or torchrun --nproc_per_node {unit}",
         )
     return MeshSizes(dp_replicate, world_size // unit, sp, tp)
 

@@ -15,6 +15,7 @@ from trainer.limits import is_inside
 from trainer.model_folders.model_folder import check_weights
 
 LFS_POINTER = b"version https://git-lfs"
+TOKENIZER_FILES = ("tokenizer", "special_tokens_map", "vocab", "added_tokens", "chat_template")
 DOWNLOAD = "complete files: download the folder again"
 
 
@@ -159,14 +160,18 @@ def load_fault(folder: str, auto_class, trust_remote_code: bool, flag: str, erro
     return UserError(flag, f"{folder} cannot be loaded: {type(error).__name__}: {_reason(error)}")
 
 
-def tokenizer_fault(folder: str, error: Exception) -> UserError:
-    """Why the tokenizer of `folder` cannot be loaded."""
+def tokenizer_fault(folder: str, error: Exception | None = None) -> UserError:
+    """Why the tokenizer of `folder` cannot be loaded. Without an `error`, its files hold no vocabulary."""
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
-        if name.startswith(("tokenizer", "special_tokens_map", "vocab", "added_tokens", "chat_template")):
+        if name.startswith(TOKENIZER_FILES):
             fault = _fault_of_any(path) or (_fault_of_json(path) if name.endswith(".json") else None)
             if fault:
                 return UserError(path, fault, "the file as it was published")
+    if error is None or not any(
+        name.startswith(TOKENIZER_FILES) or name.endswith(".model") for name in os.listdir(folder)
+    ):
+        return UserError(folder, "contains no tokenizer", "a model folder with tokenizer.json, as it was published")
     return UserError(folder, f"contains no tokenizer that transformers reads: {one_line(error)}")
 
 

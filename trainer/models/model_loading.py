@@ -120,6 +120,8 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # of many types: a broken tokenizer.json raises a bare Exception
         raise tokenizer_fault(folder, error) from None
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one up where no file says it
+        raise tokenizer_fault(folder)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

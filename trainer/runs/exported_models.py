@@ -41,6 +41,7 @@ from trainer.model_folders.model_writer import (
     save_source_config,
 )
 from trainer.models.model_loading import load_tokenizer, resolve_model_folder
+from trainer.runs.output_folders import EXPORTED, check_places
 from trainer.runs.outputs import final_values, write_model_card
 from trainer.strategies.dtypes import DTYPES
 from trainer.training.checkpointing import FOLDER
@@ -54,7 +55,6 @@ FLAGS = {  # those that mean something, by the kind of SOURCE
     "a model": {"--dtype", "--max_shard_gb"},
     "a GGUF file": {"--dtype", "--max_shard_gb"},
 }
-KINDS = "a checkpoint (RUN/checkpoints/step_N), a model folder, an adapter folder or a GGUF file"
 
 
 def export(
@@ -67,10 +67,9 @@ def export(
     max_shard_gb: Optional[float] = None,
 ) -> None:
     """Find out what `source` is, and write it to the new folder `target`. Raises UserError; then there is no `target`."""
+    check_places(source, target)
     source, target = os.path.abspath(source), os.path.abspath(target)
     kind = kind_of(source)
-    if os.path.exists(target):
-        raise UserError("OUT", f"{target} exists already", "a new folder")
     given = {"--portable": portable, "--base": base, "--dtype": dtype_name, "--max_shard_gb": max_shard_gb is not None}
     written = "a portable checkpoint" if portable and kind == "a checkpoint" else kind
     for flag, value in given.items():
@@ -102,8 +101,6 @@ def kind_of(source: str) -> str:
     """What `source` is, one of FLAGS. Raises UserError for a damaged checkpoint, and for anything else."""
     if is_gguf(source):
         return "a GGUF file"
-    if not os.path.isdir(source):
-        raise UserError("SOURCE", f"{source}: no such folder", KINDS)
     held = set(os.listdir(source))
     if held & {store.MANIFEST, STATE, PIECES}:
         if damage := store.find_damage(source):
@@ -121,7 +118,7 @@ def kind_of(source: str) -> str:
         raise UserError("SOURCE", f"{source} is a run", f"{source}/checkpoints/step_N or {source}/model")
     if checkpoints := store.list_checkpoints(source):
         raise UserError("SOURCE", f"{source} holds several checkpoints", f"one of them, such as {checkpoints[-1]}")
-    raise UserError("SOURCE", f"{source} is no checkpoint, model or adapter", KINDS)
+    raise UserError("SOURCE", f"{source} is no checkpoint, model or adapter", EXPORTED)
 
 
 # --- checkpoints

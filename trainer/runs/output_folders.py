@@ -15,8 +15,10 @@ from trainer.errors import UserError
 from trainer.flags.common_flags import OutputArguments
 from trainer.metrics import METRICS_FILE, ROLLOUTS_FILE
 from trainer.mirrors import TRACKERS
+from trainer.model_folders.folder_names import is_gguf
 
 LOCK_FILE = ".lock"
+EXPORTED = "a checkpoint (RUN/checkpoints/step_N), a model folder, an adapter folder or a GGUF file"
 _locks: dict[str, int] = {}  # file descriptors by path: a lock lasts until one is closed
 
 
@@ -29,12 +31,27 @@ def check_free(folder: str, overwrite: bool, resumes: bool) -> None:
         raise UserError("--output_dir", f"{folder} holds another run", allowed)
 
 
-def check_rights(folder: str) -> None:
-    """Raise UserError where this user may not make or write `folder`. It writes nothing; `make_writable` does."""
+def check_rights(folder: str, flag: str = "--output_dir") -> None:
+    """Raise UserError where this user cannot make or write `folder`. Nothing is left there; `make_writable` makes it."""
     place = Path(folder).absolute()
     place = next(above for above in (place, *place.parents) if above.exists())
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError("--output_dir", f"{folder}: {place} is closed to this user", "a folder that can be written")
+    found = "" if os.access(place, os.W_OK | os.X_OK) else "is closed to this user"
+    try:  # root may write everywhere, and yet /proc takes no file
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        found = found or f"takes no new file ({error.strerror})"
+    if found:
+        raise UserError(flag, f"{folder}: {place} {found}", "a folder that can be written")
+
+
+def check_places(source: str, target: str) -> None:
+    """Raise UserError for a SOURCE that is not there and an OUT that is, or cannot be made. It imports no torch."""
+    if not is_gguf(source) and not os.path.isdir(source):
+        raise UserError("SOURCE", f"{os.path.abspath(source)}: no such folder", EXPORTED)
+    if os.path.exists(target):
+        raise UserError("OUT", f"{os.path.abspath(target)} exists already", "a new folder")
+    check_rights(target, "OUT")
 
 
 def check_run_folder(output_dir: Optional[str], sources: dict[str, Optional[str]]) -> None:
