@@ -5,6 +5,7 @@ import threading
 import types
 from queue import SimpleQueue
 
+import numpy as np
 import pytest
 from api_client import Client
 from starlette.testclient import TestClient
@@ -12,6 +13,7 @@ from starlette.testclient import TestClient
 from trainer.errors import UserError
 from trainer.rollout.rewards.http_service import HTTPLimits
 from trainer.runs.api import api_sessions
+from trainer.runs.api.api_messages import CLASSES, DTYPES
 from trainer.runs.api.api_service import Offer, TrainingService
 from trainer.runs.api.api_sessions import Job
 
@@ -39,6 +41,9 @@ def ranks(jobs: SimpleQueue, alive: set[str], paused: threading.Event) -> None:
             alive.difference_update(own["model_ids"], own["samplers"])
         if name := {"create": own.get("model_id"), "keep_sampler": own.get("sampler")}.get(job.method):
             alive.add(name)
+        if job.method == "forward_backward":
+            job.answer(({}, {}))
+            continue
         failed = own.get("rank") == 9 or own.get("folder")
         job.answer(UserError("rank", "9") if failed else own.get("answer", {"pad": "x" * 1000}))
 
@@ -50,7 +55,7 @@ def served(monkeypatch):
     jobs, alive, paused = SimpleQueue(), set(), threading.Event()
     paused.set()
     offer = Offer("base", 64, 2, (2,), 100, "nowhere", 0, True)
-    service = TrainingService(jobs, offer, HTTPLimits(max_body=1 << 20, max_connections=9, read_timeout=9.0))
+    service = TrainingService(jobs, offer, HTTPLimits(max_body=2 << 20, max_connections=9, read_timeout=9.0))
     thread = threading.Thread(target=ranks, args=(jobs, alive, paused))
     thread.start()
     with TestClient(service.app()) as web:
@@ -117,3 +122,65 @@ def test_everything_that_a_client_makes_counts_and_is_freed(served):
     last.post(f"sessions/{last.session}/finish", b"{}")
     flush(served)
     assert not served.alive and not served.sessions._open and not served.sessions._owners
+
+
+def batch_of(rows: int, tokens: list[int], model: str = "m", **inputs: tuple[int, list]) -> bytes:
+    message = CLASSES["ForwardBackwardRequest"](model_id=model, loss_fn="cross_entropy")
+    for _ in range(rows):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array(tokens, np.int32).tobytes()
+        for name, (dtype, values) in inputs.items():
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dense, tensor.dtype = np.array(values, DTYPES[dtype]).tobytes(), dtype
+    return message.SerializeToString()
+
+
+def test_a_request_that_no_rank_could_work_on_is_refused_at_the_door(served):
+    """Each of these ended the server, or took its memory: the ranks end with what a job raises besides UserError."""
+    one, good = Here(served.web), {"target_tokens": (2, [4, 5]), "weights": (1, [1, 1])}
+    sampler = f"{one.session}:sample:1"
+    one.ask("create_sampling_session", session_id=one.session, sampling_session_seq_id=1, base_model="base")
+    bodies = {
+        "the name of the tokens": batch_of(1, [3, 4], **good, input_ids=(1, [3.0, 4.0])),
+        "outside of the vocabulary": batch_of(1, [3, 4], **good | {"target_tokens": (1, [4, float("nan")])}),
+        "2 values for 3 tokens": batch_of(1, [1, 2, 3], **good),
+        "65 tokens": batch_of(1, [1] * 65, **good),
+        "too many rows": b"\x1a\x00" * 20_000,
+        "too many rows or parts": b"\x1a\x80\x9f\x49" + b"\x0a\x00" * 600_000,
+        "no protobuf": b"\x1a" + b"\xff" * 11,
+        "no protobuf message": b"\x07",
+    }
+    for said, body in bodies.items():
+        with pytest.raises(ValueError, match=f"422 .*{said}"):
+            one.post("forward_backward", body)
+    with pytest.raises(ValueError, match="404 m: not known"):  # so far it is right
+        one.post("forward_backward", batch_of(2, [3, 4], **good))
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    for name, values in {
+        "stop": ["\ud800", [""], ["a"] * 65, "a" * 1001],
+        "temperature": [1e-40, -1, True, "1"],
+        "max_tokens": [0, 63, 1e300, 2.5, True],
+    }.items():
+        for value in values:
+            own = {"sampling_session_id": sampler, "seq_id": 1, "prompt": prompt, "sampling_params": {name: value}}
+            with pytest.raises(ValueError, match=f"422 {name}"):
+                one.ask("asample", **own)
+    for rank in (-1, 1.5, "4", None):
+        with pytest.raises(ValueError, match=r"422 lora_config\.rank"):
+            own = {"session_id": one.session, "model_seq_id": 1, "base_model": "base"}
+            one.ask("create_model", **own, lora_config={"rank": rank})
+    flush(served)
+
+
+def test_requests_that_wait_have_a_limit_of_bytes(served, monkeypatch):
+    monkeypatch.setattr(api_sessions, "UNREAD_BYTES", 1000)
+    one, row = Here(served.web), {"target_tokens": (2, [4] * 60), "weights": (1, [1] * 60)}
+    model = f"{one.session}:train:1"
+    own = {"session_id": one.session, "model_seq_id": 1, "base_model": "base", "lora_config": {"rank": 4}}
+    one.result(one.ask("create_model", **own))
+    served.paused.clear()
+    one.post("forward_backward", batch_of(1, [3] * 60, model, **row))
+    with pytest.raises(ValueError, match=r"429 1 answers of this session with 10.. bytes"):
+        one.step(model, 1.0)
+    served.paused.set()
+    flush(served)

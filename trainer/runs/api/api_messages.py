@@ -39,6 +39,9 @@ ADAM = {"learning_rate": (1e-4, LARGEST), "beta1": (0.9, BELOW_1), "beta2": (0.9
 ADAM |= {"weight_decay": (0.0, LARGEST), "grad_clip_norm": (0.0, LARGEST)}
 DTYPES = {1: np.float32, 2: np.int64, 3: np.int32}
 FLOAT32 = 1
+MOST_ROWS = 16384  # of one request, which the requests of other clients wait for
+SIZES = {0: 0, 1: 8, 3: 0, 4: 0, 5: 4}  # of a field on the wire, by its kind; 0 is a number of any size
+PARTS_OF_ROW = 32  # texts, arrays and messages of a row, in the mean
 
 
 def _classes() -> dict[str, type]:
@@ -75,12 +78,13 @@ CLASSES = _classes()
 def read_batch(body: bytes) -> dict:
     """A request of forward_backward: model_id, seq_id, loss_fn, loss_fn_config, forward_only, and rows.
 
-    A row has input_ids (a list) and one array (tokens,) for each input of the loss. Raises UserError.
+    A row has input_ids and one array for each input of the loss, all (tokens,). Raises UserError.
     """
     request = CLASSES["ForwardBackwardRequest"]()
     try:
+        _check_size(body)
         request.ParseFromString(body)
-    except DecodeError:
+    except (DecodeError, IndexError):
         raise UserError("forward_backward", "no protobuf message of this request", "the SDK of Tinker, 0.38") from None
     config = dict(request.loss_fn_config)
     for name, value in request.loss_fn_config_v2.items():
@@ -89,15 +93,54 @@ def read_batch(body: bytes) -> dict:
     return own | {"loss_fn_config": config, "rows": [_row(number, datum) for number, datum in enumerate(request.data)]}
 
 
+def _check_size(body: bytes) -> None:
+    """Count rows, and parts of them, before protobuf makes objects of 100 bytes from fields of 2 bytes.
+
+    Raises UserError for very many, and IndexError for what is no protobuf message.
+    Source: protobuf.dev/programming-guides/encoding.
+    """
+    data = next(number for number, name, _ in MESSAGES["ForwardBackwardRequest"] if name == "data")
+    ends, place, rows, parts = [len(body)], 0, 0, 0  # ends: of the request, and of the row in it
+    while place < len(body):
+        key, place = _varint(body, place)
+        if key & 7 == 2:  # a length, and then a text, bytes or a message
+            size, place = _varint(body, place)
+            if len(ends) == 1 and key >> 3 == data:
+                ends.append(place + size)
+                rows += 1
+            else:
+                place, parts = place + size, parts + 1
+            if rows > MOST_ROWS or parts > PARTS_OF_ROW * MOST_ROWS:
+                raise UserError("data", "too many rows or parts of rows", f"at most {MOST_ROWS} rows in one request")
+        elif key & 7 in SIZES:
+            place = place + SIZES[key & 7] if key & 7 else _varint(body, place)[1]
+        else:
+            raise IndexError
+        while len(ends) > 1 and place >= ends[-1]:
+            ends.pop()
+
+
+def _varint(body: bytes, place: int) -> tuple[int, int]:
+    """(the number, the place after it)."""
+    number = 0
+    for byte in range(10):
+        number |= (body[place + byte] & 127) << 7 * byte
+        if body[place + byte] < 128:
+            return number, place + byte + 1
+    raise IndexError
+
+
 def _row(number: int, datum) -> dict:
-    tokens: list[int] = []
+    parts = [np.zeros(0, np.int32)]
     for chunk in datum.model_input:
         if not chunk.HasField("encoded_text"):
             raise UserError(f"data[{number}].model_input", "a chunk that is no text", "chunks of tokens")
-        tokens += _array(chunk.encoded_text.tokens, np.int32, f"data[{number}].model_input").tolist()
-    row: dict = {"input_ids": tokens}
+        parts.append(_array(chunk.encoded_text.tokens, np.int32, f"data[{number}].model_input"))
+    row: dict = {"input_ids": np.concatenate(parts)}
     for name, tensor in datum.loss_fn_inputs.items():
         where = f"data[{number}].loss_fn_inputs[{name}]"
+        if name in row:
+            raise UserError(where, "the name of the tokens", "the inputs of the loss")
         if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
             raise UserError(where, "several values for each token", "one value for each token")
         if tensor.dtype not in DTYPES:

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Optional
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from trainer.datasets.rows import HALF
 from trainer.errors import UserError
 from trainer.models.losses.client_loss import CLIENT_LOSSES
 from trainer.rollout.engines.sampling import Sampling, sample_seed
@@ -29,6 +31,8 @@ from trainer.runs.api.client_models import FACTS
 PREFIX = "/api/v1/"
 POLL_SECONDS = 20  # a poll of a future is answered after so long; the client then asks again
 MOST_SAMPLES = 4096  # of one prompt
+LEAST_TEMPERATURE = 1e-5  # below, logits overflow
+MOST_STOPS, STOP_LENGTH = 64, 1000  # texts that end a response; each token is compared with all
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 # what a request to sample may name, and the only value that is offered
 NOT_OFFERED = {"topk_prompt_logprobs": 0, "topk_sample_logprobs": 0, "target_prompt_logprobs": None}
@@ -155,7 +159,7 @@ class TrainingService:
         self._check_base(ask["base_model"])
         _check_adam(ask.get("optimizer_config"))
         lora = ask.get("lora_config") or {"rank": 0}
-        rank, seed = int(lora["rank"]), lora.get("seed")
+        rank, seed = whole_of("lora_config.rank", lora["rank"], 0, 2**31), lora.get("seed")
         own = {"rank": rank, "seed": None if seed is None else whole_of("lora_config.seed", seed, 0, 2**63 - 1)}
         own |= {"attention": lora.get("train_attn", True), "mlp": lora.get("train_mlp", True)}
         return self._make_model(ask, rank or None, "create", own)
@@ -168,7 +172,7 @@ class TrainingService:
             except UserError as error:
                 raise Refused(422, str(error)) from None
         names = ("model_id", "rows", "loss_fn", "loss_fn_config", "forward_only")
-        job = Job("forward_backward", {name: ask[name] for name in names})
+        job = Job("forward_backward", {name: ask[name] for name in names}, num_bytes=len(body))
         key = f"{ask['model_id']}:{ask['seq_id']}"
         session = self._owner(ask["model_id"])
         return as_json(self._sessions.submit(session, key, job, lambda found: batch_output(*found)))
@@ -196,11 +200,13 @@ class TrainingService:
                     f"data[{number}].{odd[0]}", f"{len(row[odd[0]])} values for {len(row['input_ids'])} tokens"
                 )
             self._check_tokens(f"data[{number}].target_tokens", row["target_tokens"])
+            row["input_ids"] = row["input_ids"].tolist()
 
     def _check_tokens(self, where: str, tokens) -> None:
         if not 0 < len(tokens) <= self._offer.max_len:
             raise UserError(where, f"{len(tokens)} tokens", f"1 to {self._offer.max_len} (--max_len)")
-        if not all(0 <= token < self._offer.vocab_size and token == int(token) for token in tokens):
+        found = np.asarray(tokens)
+        if not np.all((found >= 0) & (found < self._offer.vocab_size) & (found == np.floor(found))):
             raise UserError(where, "a token outside of the vocabulary", f"0 to {self._offer.vocab_size - 1}")
 
     def _optim_step(self, ask: dict) -> dict:
@@ -305,21 +311,26 @@ class TrainingService:
                 of_prompt[:unscored] = float("nan")
             return sample_output(sequences, of_prompt)
 
-        answer = self._sessions.submit(session, key, Job("sample", {"sampler": sampler, **own}), encoded)
+        job = Job("sample", {"sampler": sampler, **own}, num_bytes=8 * (len(tokens) + count))
+        answer = self._sessions.submit(session, key, job, encoded)
         return {**answer, "sample_sequence_ids": [f"{key}:{n}" for n in range(count)]}
 
     def _sampling(self, params: dict, num_tokens: int) -> Sampling:
         room = self._offer.max_len - num_tokens
         most, stop = params.get("max_tokens"), params.get("stop")
-        most = room if most is None else int(most)
-        if not 0 < most <= room:
+        if most is not None and not 0 < whole_of("max_tokens", most, -LARGEST, LARGEST) <= room:
             raise UserError("max_tokens", f"{most} after {num_tokens} tokens", f"1 to {room} (--max_len)")
+        most = room if most is None else int(most)
         stops = [stop] if isinstance(stop, str) else stop or []
         texts = tuple(one for one in stops if isinstance(one, str))
+        if len(stops) > MOST_STOPS or not all(0 < len(one) <= STOP_LENGTH and not HALF.search(one) for one in texts):
+            raise UserError("stop", f"{len(stops)} of them", f"up to {MOST_STOPS}, of 1 to {STOP_LENGTH} characters")
         ids = [whole_of("stop", one, 0, self._offer.vocab_size - 1) for one in stops if not isinstance(one, str)]
         top_k = max(whole_of("top_k", params.get("top_k", -1), -1, 2**31), 0)
         cut = {"top_p": number_of("top_p", params.get("top_p", 1), 1e-6, 1), "top_k": top_k, "keeps_sets": False}
         temperature = number_of("temperature", params.get("temperature", 1), 0, LARGEST)
+        if 0 < temperature < LEAST_TEMPERATURE:
+            raise UserError("temperature", repr(temperature), f"0, or {LEAST_TEMPERATURE} and more")
         return Sampling(temperature, most, self._offer.stop_ids if stop is None else tuple(ids), texts, **cut)
 
 

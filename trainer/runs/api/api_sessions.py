@@ -17,18 +17,22 @@ SESSION_SECONDS = 600  # the SDK sends a heartbeat every 10 s; without one for s
 SESSIONS = 4  # for each of --max_clients: a program opens one to train, and others to ask or to sample
 SAMPLERS_KEPT = 8  # of one model, or of a session without a model
 MOST_WAITING = 8192  # answers of one session that its client has not read
-UNREAD_BYTES = 256 << 20  # of these answers
+UNREAD_BYTES = 256 << 20  # of these answers, and of the requests that wait for their turn
 READ_BYTES = 16 << 20  # of answers that a session has read, kept for a client that missed one and asks again
 BYTES_OF_ANSWER = 1024  # of memory, besides the content
 
 
 @dataclass
 class Job:
-    """A method of `ClientModels`, its arguments, and the function that gets its result or a UserError."""
+    """A method of `ClientModels`, its arguments, and the function that gets its result or a UserError.
+
+    `num_bytes` is about the size of the arguments.
+    """
 
     method: str
     arguments: dict
     answer: Callable[[Any], None] = lambda result: None
+    num_bytes: int = 0
 
 
 @dataclass
@@ -38,7 +42,7 @@ class Session:
     samplers: list[str] = field(default_factory=list)
     futures: dict[str, asyncio.Future] = field(default_factory=dict)
     read: dict[str, int] = field(default_factory=dict)  # futures whose answer the client has, with bytes, oldest first
-    unread: int = 0  # bytes of the other answers
+    unread: int = 0  # bytes of the other answers, and of requests that wait
 
 
 class Sessions:
@@ -117,10 +121,11 @@ class Sessions:
             loop = asyncio.get_running_loop()
             future = session.futures[key] = loop.create_future()
             self._owners[key] = session
+            session.unread += job.num_bytes
 
             def done(content: bytes, kind: str, failed: bool) -> None:
                 future.set_result((content, kind))
-                session.unread += len(content) * (key not in session.read)
+                session.unread += len(content) * (key not in session.read) - job.num_bytes
                 if failed:
                     self.drop(session, makes)
 
