@@ -93,8 +93,9 @@ def run_ranks(function: Callable[[], None], num_ranks: int, log: Path, timeout: 
                 os.setpgid(pid, leader)
         kind, text = _first_hand(_wait(running, started + timeout), timeout)
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader, signal.SIGKILL)  # processes that ranks have started; on an early exit also the ranks
+        if leader:  # 0, without a first fork, would be this process and its group
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(leader, signal.SIGKILL)  # processes that ranks have started; on an early exit also the ranks
         for pid in list(running):
             _reap(running, pid)
     return Ending(kind, text, time.monotonic() - started)
