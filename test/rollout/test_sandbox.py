@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from launch import ROOT
 
+from trainer import limits
 from trainer.errors import UserError
 from trainer.rollout.envs import nursery
-from trainer.rollout.envs.env_process import ProcessEnvironment, check_sandbox
+from trainer.rollout.envs.env_process import ProcessEnvironment, _read_step, check_sandbox
 from trainer.rollout.envs.environments import Failure, Response, Source, Step
 from trainer.rollout.envs.sandbox import Box, _calls
+from trainer.rollout.peers import BadAnswer
 
 PLAIN_USER = 65534
 ATTACKS = """
@@ -245,10 +247,12 @@ def _attacked(folder: Path):
         each.close()
 
 
-def step_of(folder: Path, does: str, timeout: float = 20.0, **box):
-    env = ProcessEnvironment(Source(str(folder / "env/env.py")), 1024, timeout, Box(**box))
+def step_of(folder: Path, does: str, timeout: float = 60.0, **box):
+    """Answer and environment of one step. `timeout` is for the step: a busy machine may start a process late."""
+    env = ProcessEnvironment(Source(str(folder / "env/env.py")), 1024, 60.0, Box(**box))
     found = env.reset({"does": does})
     assert found == [{"role": "user", "content": "?"}], found
+    env._timeout = timeout
     try:
         return env.step(Response("x", "x", [], True)), env
     finally:
@@ -288,6 +292,15 @@ def test_a_frame_of_two_gigabytes_takes_no_memory(folder):
     before = _peak_mb()
     step_of(folder, "huge_frame", timeout=2)
     assert _peak_mb() - before < 100
+
+
+def test_a_text_that_would_take_gigabytes_as_tokens_costs_its_own_episode(monkeypatch):
+    monkeypatch.setitem(limits._raised, "text_mb", 1)
+    answer = {**GOOD, "done": False, "messages": [{"role": "user", "content": "x" * 10**6}]}
+    assert _read_step(answer)["messages"] == answer["messages"]
+    answer["messages"] *= 2
+    with pytest.raises(BadAnswer, match="more than 1 million characters"):
+        _read_step(answer)
 
 
 def _peak_mb() -> float:

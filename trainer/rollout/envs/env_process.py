@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 from trainer.datasets.conversations.messages import tools_of
 from trainer.errors import UserError
+from trainer.limits import MB, limit
 from trainer.rollout.envs.environments import Failure, Response, Source, Step, read_opening, read_step
 from trainer.rollout.envs.nursery import Born, Nursery
 from trainer.rollout.envs.sandbox import Box
@@ -94,11 +95,12 @@ class ProcessEnvironment:
 
 
 def _read_opening(answer: dict) -> dict:
-    return {"messages": read_opening(answer["messages"]), "tools": tools_of({"tools": answer["tools"]})}
+    messages = read_opening(_of_bounded_size(answer["messages"]))
+    return {"messages": messages, "tools": tools_of({"tools": _of_bounded_size(answer["tools"])})}
 
 
 def _read_step(answer: dict) -> dict:
-    messages, reward, done = answer["messages"], answer["reward"], answer["done"]
+    messages, reward, done = _of_bounded_size(answer["messages"]), answer["reward"], answer["done"]
     if type(done) is not bool or isinstance(reward, bool) or not isinstance(reward, (int, float)):
         raise BadAnswer("reward is no number, or done is neither true nor false")
     check_scores("reward", [reward], 1)
@@ -106,6 +108,13 @@ def _read_step(answer: dict) -> dict:
         step = read_step((messages, reward, done))
         messages, reward, done = step.messages, step.reward, step.done
     return {"messages": messages, "reward": float(reward), "done": done, "metrics": read_metrics(answer["metrics"])}
+
+
+def _of_bounded_size(value: Any) -> Any:
+    """A part of an answer that becomes tokens, which take far more memory than its text."""
+    if len(json.dumps(value, ensure_ascii=False)) > limit("text_mb") * MB:
+        raise BadAnswer(f"more than {limit('text_mb')} million characters of text")
+    return value
 
 
 def check_sandbox(source: Source, box: Box) -> None:
