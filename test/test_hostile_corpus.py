@@ -38,6 +38,8 @@ LIMITS = {
     "template_mb": 256,
     "row_mb": 32,
     "json_mb": 32,
+    "files": 300,
+    "text_mb": 1,
 }  # smaller ones, so that bombs are small here
 DEEP = "[" * 100_000 + "]" * 100_000
 HUGE = "9" * 400_000
@@ -75,6 +77,17 @@ def device(name: str) -> Callable[[Path], object]:
 
 def fifo(name: str) -> Callable[[Path], object]:
     return lambda folder: os.mkfifo(replaced(folder / name))
+
+
+def many_files(folder: Path) -> None:
+    for number in range(400):
+        (folder / f"{number}.jsonl").touch()
+
+
+def circle(folder: Path) -> None:
+    put("rows.jsonl", ROW)(folder)
+    for name in "xy":
+        (folder / name).symlink_to(".")
 
 
 def replaced(path: Path) -> Path:
@@ -223,17 +236,32 @@ def trained(*more: str) -> Callable[[Path], object]:
 RESUMED = trained("--pretrain", "{demo}/model", "--load_checkpoint", "{folder}/checkpoints/step_2", "--max_steps", "3")
 
 
+RESUMED_THERE = trained(
+    *["--pretrain", "{demo}/model", "--output_dir", "{folder}", "--load_checkpoint", "--max_steps", "3"]
+)
+
+
 STREAMED = trained(
     *["--pretrain", "{demo}/model", "--dataset", "{folder}/rows.tar", "--streaming", "--input_key", "json"]
 )
 
 
+STREAMED_LINES = trained("--pretrain", "{demo}/model", "--dataset", "{folder}/rows.jsonl", "--streaming")
+CHATS = trained("--pretrain", "{demo}/model", "--dataset", "{folder}/rows.jsonl")
+
+
+def chat(role: str, content: str, **more) -> str:
+    """A line of a conversation, with an answer."""
+    turns = [{"role": role, "content": content}, {"role": "assistant", "content": "1"}]
+    return json.dumps({"messages": turns, **more}) + "\n"
+
+
 def verified(folder: Path) -> str:
     """What `verify_run` finds."""
-    from trainer.compare.certificates.verification import verify
+    from trainer.compare.certificates.verification import describe, verify
 
-    found = [line for lines in verify(str(folder)).values() for line in lines or []]
-    return "; ".join(found)
+    lines = describe(verify(str(folder))).splitlines()
+    return "; ".join(line.strip() for line in lines if not line.endswith((" ok", " not checked", " FAIL")))
 
 
 def shown(folder: Path) -> str:
@@ -359,6 +387,16 @@ def split_by(pattern: str) -> Callable[[Path], object]:
     return change
 
 
+def replacing(letter: str, text: str, times: int) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / CARD).read_text())
+        step = {"type": "Replace", "pattern": {"String": letter}, "content": text}
+        content["normalizer"] = {"type": "Sequence", "normalizers": [step] * times}
+        (folder / CARD).write_text(json.dumps(content))
+
+    return change
+
+
 def index(**weight_map: str) -> Callable[[Path], object]:
     return put("model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
 
@@ -380,11 +418,18 @@ CASES = {
     "data: not UTF-8": Case(put("rows.jsonl", b'{"a": "\xff\xfe"}\n'), rows("rows.jsonl"), "."),
     "data: lone surrogate": Case(put("rows.jsonl", '{"a": "\\ud800", "b": []}\n'), rows("rows.jsonl"), "."),
     "data: NUL bytes": Case(sparse("rows.jsonl", 1 << 20), rows("rows.jsonl"), "."),
+    "data: many files": Case(many_files, rows(""), "files"),
+    "data: links in a circle": Case(circle, rows(""), "files"),  # each name of x and y is a path
     "data: many columns": Case(put("rows.jsonl", json.dumps({str(n): n for n in range(9000)})), rows("rows.jsonl"), "columns"),
     "data: many columns of CSV": Case(put("rows.csv", ",".join(map(str, range(9000))) + "\n"), rows("rows.csv"), "columns"),
     "data: half a parquet": Case(put("rows.parquet", b"PAR1" + bytes(100) + b"\xff\xff\xff\x7fPAR1"), rows("rows.parquet"), "."),
     "data: half an arrow": Case(put("rows.arrow", b"ARROW1\0\0" + b"\xff" * 400), rows("rows.arrow"), "."),
     "data: archive in a name": Case(put("rows.jsonl", ROW), rows("zip://a::rows.jsonl"), "."),
+    "stream: line without an end": Case(sparse("rows.jsonl", 1 << 40), STREAMED_LINES, "row_mb"),
+    "stream: deep": Case(put("rows.jsonl", f'{{"messages": {DEEP}}}\n'), STREAMED_LINES, "."),
+    "chat: long text": Case(put("rows.jsonl", chat("user", "1 " * (2 << 20))), CHATS, "text_mb"),
+    "chat: role with a line of its own": Case(put("rows.jsonl", chat("us\nerror: x\x1b[2J", "1")), CHATS, r"us\\nerror: x\\x1b"),
+    "chat: deep schema of a tool": Case(put("rows.jsonl", chat("user", "1", tools=DEEP)), CHATS, "."),
     "tar: member outside": Case(tar(("../../out.json", b"{}")), STREAMED, "no key"),
     "tar: gzip bomb": Case(tar(("0.json", 300 << 20), kind="w:gz"), STREAMED, "."),
     "tar: large member": Case(tar(("0.json", 300 << 20)), STREAMED, "row_mb"),
@@ -415,12 +460,17 @@ CASES = {
     "model: many layers": Case(of_demo(edited("config.json", num_hidden_layers=1 << 40)), trained(), "."),
     "model: huge vocabulary": Case(of_demo(edited("config.json", vocab_size=1 << 40)), trained(), "."),
     "model: NaN in the config": Case(of_demo(edited("config.json", rms_norm_eps=float("nan"))), trained(), "."),
+    "model: NaN as dropout": Case(of_demo(edited("config.json", attention_dropout=float("nan"))), trained(), GOOD),
     "model: negative heads": Case(of_demo(edited("config.json", num_attention_heads=-4)), trained(), "."),
     "model: no heads": Case(of_demo(edited("config.json", num_attention_heads=0)), trained(), "."),
     "model: index outside": Case(of_demo(index(a="../demo/model/model.safetensors")), trained(), "outside"),
     "model: index of a device": Case(of_demo(index(a="/dev/zero")), trained(), "outside"),
     "model: index of a list": Case(of_demo(put("model.safetensors.index.json", '{"weight_map": ["a"]}')), trained(), "."),
     "model: link out of the folder": Case(of_demo(lambda f: replaced(f / SINGLE).symlink_to("/etc/passwd")), trained(), "."),
+    "model: folder as config": Case(of_demo(lambda f: replaced(f / "config.json").mkdir()), trained(), "no regular file"),
+    "model: folder as tokenizer": Case(of_demo(lambda f: replaced(f / CARD).mkdir()), trained(), "no regular file"),
+    "model: circle as tokenizer": Case(of_demo(lambda f: replaced(f / CARD).symlink_to(CARD)), trained(), "no regular file"),
+    "model: number as text model": Case(of_demo(edited("config.json", text_config=5)), trained(), "text model"),
     "weights: header of 8 EB": Case(of_demo(put(SINGLE, tensors("{}", length=1 << 63))), trained(), "."),
     "weights: deep header": Case(of_demo(put(SINGLE, tensors(DEEP))), trained(), "."),
     "weights: huge shape": Case(of_demo(put(SINGLE, tensors({"a": tensor([1 << 40, 1 << 40])}, bytes(4)))), trained(), "."),
@@ -435,6 +485,7 @@ CASES = {
     "tokenizer: negative number of a token": Case(of_demo(add_token(-1)), trained(), "."),
     "tokenizer: expression that backtracks": Case(of_demo(split_by("^(([0-9 ])+)+$x")), trained(), "."),
     "tokenizer: broken expression": Case(of_demo(split_by("(((")), trained(), "."),
+    "tokenizer: replacements that grow": Case(of_demo(replacing("1", "1" * 1000, times=4)), trained(), "replaces letters"),
     "tokenizer: code": Case(of_demo(edited("tokenizer_config.json", **CODE), code), executed(trained()), GOOD),
     "tokenizer: code that is allowed": Case(
         of_demo(edited("tokenizer_config.json", **CODE), code), executed(trained("--trust_remote_code")), "^executed$"),
@@ -466,6 +517,11 @@ CASES = {
     "checkpoint: state as device": Case(of_run(device(f"{STEP}/state.json")), RESUMED, "damaged"),
     "checkpoint: state as FIFO": Case(of_run(fifo(f"{STEP}/state.json")), RESUMED, "damaged"),
     "checkpoint: link to itself": Case(of_run(lambda f: replaced(f / STEP / "state.json").symlink_to("state.json")), RESUMED, "damaged"),
+    "checkpoint: lock as device": Case(of_run(device(".lock")), RESUMED_THERE, "no regular file"),
+    "checkpoint: metrics as device": Case(of_run(device("metrics.jsonl")), RESUMED_THERE, "no regular file"),
+    "checkpoint: config as FIFO": Case(of_run(fifo("config.yaml")), RESUMED_THERE, "no regular file"),
+    "checkpoint: metrics elsewhere": Case(
+        of_run(lambda f: replaced(f / "metrics.jsonl").symlink_to("../run/metrics.jsonl")), RESUMED_THERE, "of this folder"),
     # certificates and runs
     "certificate: good": Case(of_run(), verified, GOOD),
     "certificate: FIFO": Case(of_run(fifo("certificate.json")), verified, "no regular file"),
@@ -485,6 +541,8 @@ CASES = {
     "certificate: data as FIFO": Case(of_run(edited("certificate.json", data={"files": {"/dev/zero": {"": {"size": 0, "blake2b": "0"}}}, "ledger": {}, "data": ""})), verified, "."),
     "certificate: model outside": Case(of_run(edited("certificate.json", saved_models={"../../etc": {}})), verified, "leaves the run folder"),
     "certificate: losses that never end": Case(of_run(edited("certificate.json", steps={"first": 1, "last": 10**18})), verified, "."),
+    "certificate: name with a line": Case(
+        of_run(edited("certificate.json", saved_models={"a\nPASS": {}})), verified, r"a\\nPASS"),
     "run: metrics as FIFO": Case(of_run(fifo("metrics.jsonl")), shown, "."),
     "run: sparse metrics": Case(of_run(sparse("metrics.jsonl", 1 << 40)), shown, "."),
     "run: deep metrics": Case(of_run(put("metrics.jsonl", DEEP + "\n")), shown, "no row"),

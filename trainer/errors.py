@@ -32,6 +32,11 @@ def plain(text: str) -> str:
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), without_secrets(text))
 
 
+def as_line(text: str) -> str:
+    """`plain` in one line: a name of a file could have a line of its own, which looks like one of ours."""
+    return plain(text).replace("\n", "\\n")
+
+
 class UserError(Exception):
     """Something is wrong with the arguments, the data, the layout or a checkpoint.
 
@@ -44,9 +49,8 @@ class UserError(Exception):
         self.where, self.found, self.allowed, self.instead = where, found, allowed, instead
 
     def __str__(self) -> str:
-        if self.instead:
-            return plain(f"{self.where}: {self.found}. {self.instead}")
-        return plain(f"{self.where}: {self.found}" + (f" (allowed: {self.allowed})" if self.allowed else ""))
+        end = f". {self.instead}" if self.instead else f" (allowed: {self.allowed})" if self.allowed else ""
+        return as_line(f"{self.where}: {self.found}{end}")
 
 
 class Failed(UserError):

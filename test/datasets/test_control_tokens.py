@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import DATA, bpe, stories, template
 
 from trainer.datasets.conversations import turns
+from trainer.datasets.conversations.control_tokens import inside
 from trainer.datasets.conversations.templates import prepare_tokenizer, render_chat, render_prompt
 from trainer.datasets.conversations.tokens import prompt_and_answer, prompt_tokens, whole_text
 from trainer.datasets.samples.preference import tokenize_preference
@@ -200,3 +201,14 @@ def test_any_text_keeps_its_letters_and_opens_no_turn(parts, number):
     if number == 1 or text.isascii():  # the vocabulary of the other one lacks letters
         shown = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         assert text.strip() in shown or not text.strip()
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda pair: (pair[0], sum(pair))), max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PAIRS, PAIRS)
+def test_a_token_is_inside_a_block_if_they_share_a_character(blocks, tokens):
+    """A plain loop, which takes a minute for a conversation of 4000 turns."""
+    found = [int(any(a < end and b > start for start, end in blocks)) for a, b in tokens]
+    assert inside(blocks, tokens) == found

@@ -129,8 +129,10 @@ def number_value(value: Any, where: str) -> float:
 
 @contextmanager
 def within(where: str) -> Iterator[None]:
-    """Put `where`, such as a dataset and a row, in front of the place that a UserError names."""
+    """Put `where`, such as a dataset and a row, in front of the place that a UserError names. A row may be too deep."""
     try:
         yield
     except UserError as error:
         raise UserError(f"{where}: {error.where}", error.found, error.allowed, error.instead) from None
+    except RecursionError:
+        raise UserError(where, "lists or objects are nested too deep", "fewer levels") from None

@@ -7,7 +7,7 @@ from typing import Optional
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
@@ -150,6 +150,9 @@ def read_config(folder: str, trust_remote_code: bool):
     """The config of a model folder, without its quantization: weights are read, and saved, in full precision."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     for part in (config, config.get_text_config()):
+        if not isinstance(part, PreTrainedConfig):
+            found = f"the part of the text model is {str(part)[:40]!r}"
+            raise UserError(f"{folder}/config.json", found, "an object, as it was published")
         vars(part).pop("quantization_config", None)
     return config
 

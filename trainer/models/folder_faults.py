@@ -21,7 +21,7 @@ DOWNLOAD = "complete files: download the folder again"
 
 def unreadable(folder: str, flag: str, error: Exception) -> UserError:
     """What is wrong with the files of `folder`, which `flag` names. `error` is what the reader raised."""
-    names = sorted(name for name in os.listdir(folder) if os.path.isfile(os.path.join(folder, name)))
+    names = sorted(os.listdir(folder))
     for name in names:
         path = os.path.join(folder, name)
         fault = None
@@ -33,7 +33,7 @@ def unreadable(folder: str, flag: str, error: Exception) -> UserError:
             fault = _fault_of_bin(path)
         if fault:
             return UserError(flag, f"{path} {fault}", DOWNLOAD)
-        if name.endswith(".json") and (fault := _fault_of_json(path)):
+        if os.path.isfile(path) and name.endswith(".json") and (fault := _fault_of_json(path)):
             return UserError(flag, f"{path} {fault}", "the file as it was published")
     for name in names:
         if name.endswith(".index.json") and (found := _fault_of_index(folder, name)):
@@ -42,6 +42,8 @@ def unreadable(folder: str, flag: str, error: Exception) -> UserError:
 
 
 def _fault_of_any(path: str) -> str | None:
+    if not os.path.isfile(path):
+        return "is no regular file, or a broken link"
     if not os.path.getsize(path):
         return "is empty"
     with open(path, "rb") as file:

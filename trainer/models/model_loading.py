@@ -25,6 +25,7 @@ from trainer.model_folders.adapter_folder import (
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.models.folder_faults import tokenizer_fault, unreadable
 
+MOST_GROWTH = 1000  # of a text in a tokenizer's normalizer
 WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # .py: for --trust_remote_code
 
 
@@ -122,9 +123,24 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False):
         raise tokenizer_fault(folder, error) from None
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one up where no file says it
         raise tokenizer_fault(folder)
+    _check_growth(tokenizer, folder)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _check_growth(tokenizer, folder: str) -> None:
+    """Refuse replacements that make a text so much longer that the library, which is Rust, ends this process."""
+    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
+    steps, growth = [json.loads(normalizer.__getstate__())] if normalizer else [], 1
+    while steps:
+        step = steps.pop()
+        steps += step.get("normalizers", [])
+        if step["type"] == "Replace":
+            growth *= max(1, len(step["content"]))
+    if growth > MOST_GROWTH:
+        found = f"its normalizer replaces letters by up to {growth} letters"
+        raise UserError(f"{folder}/tokenizer.json", found, f"at most {MOST_GROWTH}")
 
 
 def has_sdpa(folder: str, auto_class, trust_remote_code: bool) -> bool:
@@ -166,7 +182,7 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
 
 def _rates(owner) -> list[str]:
-    """Return names of rates above 0: dropout, attn_pdrop, layerdrop, router_jitter_noise, ..."""
-    names = [name for name, value in vars(owner).items() if isinstance(value, float) and value > 0]
+    """Return names of rates other than 0, also of nan: dropout, attn_pdrop, layerdrop, router_jitter_noise, ..."""
+    names = [name for name, value in vars(owner).items() if isinstance(value, float) and value != 0]
     kept = "router_jitter_noise" if "Phimoe" in type(owner).__name__ else None  # decides which experts count
     return [name for name in names if ("drop" in name or "jitter" in name) and name != kept]

@@ -134,7 +134,7 @@ def progress(run: RunRows, age: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    seconds = max(0, round(seconds))
+    seconds = round(min(max(0.0, seconds), 1e12))  # files of others hold any number
     hours, minutes = seconds // 3600, seconds % 3600 // 60
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds} s"
 

@@ -107,7 +107,7 @@ def _dump_of(run: RunRows) -> str | None:
 
 def _in_model_order(name: str) -> list:
     """A sort key: layer 10 comes after layer 9, the embedding is first, the last norm and the head are last."""
-    parts = [int(part) if part.isdigit() else part for part in name.split(".")]
+    parts = [int(part) if part.isdecimal() and len(part) < 10 else part for part in name.split(".")]
     place = 0 if "embed" in name else 1 if any(isinstance(part, int) for part in parts) else 2
     return [place, [(0, part, "") if isinstance(part, int) else (1, 0, part) for part in parts]]
 

@@ -3,6 +3,7 @@
 import fcntl
 import importlib.util
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -19,6 +20,8 @@ from trainer.model_folders.folder_names import is_gguf
 
 LOCK_FILE = ".lock"
 EXPORTED = "a checkpoint (RUN/checkpoints/step_N), a model folder, an adapter folder or a GGUF file"
+WRITTEN = (LOCK_FILE, METRICS_FILE, ROLLOUTS_FILE, "certificate.json")
+CONFIG = re.compile(r"config(\.\d+)?\.yaml")  # a run that goes on with other flags writes one with a number
 _locks: dict[str, int] = {}  # file descriptors by path: a lock lasts until one is closed
 
 
@@ -76,6 +79,7 @@ def check_run_folder(output_dir: Optional[str], sources: dict[str, Optional[str]
 def open_folder(folder: str, overwrite: bool, resumes: bool) -> None:
     """Make the run folder and lock it. A run that is overwritten is removed. Raises like `check_free`."""
     check_free(folder, overwrite, resumes)
+    _check_files(folder)
     if holds_run(folder) and not resumes:
         lock_folder(folder)
         files = f"{METRICS_FILE} config.yaml certificate.json {ROLLOUTS_FILE}"
@@ -84,6 +88,16 @@ def open_folder(folder: str, overwrite: bool, resumes: bool) -> None:
             shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
     make_writable("--output_dir", folder)
     lock_folder(folder)
+
+
+def _check_files(folder: str) -> None:
+    """Refuse a run folder whose files are pipes, devices or links: what the run writes would go elsewhere."""
+    place = os.path.realpath(folder)
+    for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        path = os.path.join(folder, name)
+        is_own = os.path.isfile(path) and os.path.dirname(os.path.realpath(path)) == place
+        if not is_own and (name in WRITTEN or CONFIG.fullmatch(name)):
+            raise UserError("--output_dir", f"{path} is no regular file of this folder", "another folder")
 
 
 def lock_folder(folder: str) -> None:

@@ -9,7 +9,7 @@ from trainer.compare.certificates import certificate_checks as checks
 from trainer.compare.certificates.plain_replay import TOLERANCES, certify_steps, planned_batches
 from trainer.compare.runs.many_runs import run_here
 from trainer.entry import quiet_libraries
-from trainer.errors import UserError
+from trainer.errors import UserError, as_line
 from trainer.flags.rights import is_here, refuse_rights
 from trainer.flags.rules import COMMANDS
 from trainer.models.model_loading import resolve_model_folder
@@ -160,7 +160,7 @@ def describe(results: dict[str, list[str] | None]) -> str:
     lines = []
     for name, differences in results.items():
         state = "not checked" if differences is None else "FAIL" if differences else "ok"
-        lines += [f"{name:<12} {state}", *(f"    {text}" for text in differences or [])]
+        lines += [f"{name:<12} {state}", *(f"    {as_line(text)}" for text in differences or [])]
     return "\n".join(lines)
 
 
@@ -211,7 +211,7 @@ def verify_run(
     results = verify(folder, places["dataset"], places["pretrain"], trust_remote_code, key) | results
     print(describe(results))
     for line in missing_rights(content, places, trust_remote_code):
-        print(f"not granted  {line}")
+        print(f"not granted  {as_line(line)}")
     failed = [name for name, differences in results.items() if differences]
     print(f"FAIL {folder}: {', '.join(failed)}" if failed else f"PASS {folder}", flush=True)
     return not failed

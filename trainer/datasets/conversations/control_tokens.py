@@ -8,11 +8,13 @@ import json
 import re
 import weakref
 from bisect import bisect_left
+from itertools import accumulate
 from typing import Any
 
 from trainer.datasets.conversations.messages import CALL, role_of
 from trainer.datasets.rows import HALF
 from trainer.errors import UserError, one_line
+from trainer.limits import limit, too_large
 
 BREAK = "\ufdd0"  # a noncharacter of Unicode: no text holds it, and no template or tokenizer reads it
 CONTROL_LIKE = re.compile(r"<[|｜].*[|｜]>")  # an added token of such a form is a control token, special or not
@@ -118,11 +120,11 @@ def is_escaped(text: str) -> bool:
 
 
 def inside(blocks: list[tuple[int, int]], offsets: list[tuple[int, int]]) -> list[int]:
-    """1 for each token that has a character of a block. Blocks and tokens are in order, with offsets (start, end)."""
-    mask, blocks = [], [block for block in blocks if block[0] is not None]
-    for a, b in offsets:
-        mask.append(int(any(a < end and b > start for start, end in blocks)))
-    return mask
+    """1 for each token that has a character of a block. Both have offsets (start, end)."""
+    blocks = sorted(block for block in blocks if block[0] is not None)
+    starts = [start for start, _ in blocks]
+    ends = [-1, *accumulate((end for _, end in blocks), max)]  # the last end of the blocks before each
+    return [int(ends[bisect_left(starts, b)] > a) for a, b in offsets]
 
 
 def encode(tokenizer: Any, text: str, *, opens: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
@@ -202,6 +204,8 @@ def _normalizers(tokenizer: Any) -> str:
 def _encoded(tokenizer: Any, text: str, **options: Any) -> tuple[list[int], list[tuple[int, int]]]:
     if half := HALF.search(text):
         raise UserError("a text", f"holds \\u{ord(half[0]):x}, one half of a character", "whole characters of Unicode")
+    if len(text) > limit("text_mb") << 20:
+        raise too_large("a text", f"{len(text)} characters", "text_mb")
     if not tokenizer.is_fast:
         if BREAK in text:
             found = "holds control tokens, which a tokenizer without a fast version reads as such"

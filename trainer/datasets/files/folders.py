@@ -11,6 +11,7 @@ from trainer.datasets.files.read_files import read_files
 from trainer.datasets.files.set_names import FORMATS
 from trainer.datasets.library import one_line
 from trainer.errors import UserError
+from trainer.limits import limit, too_large
 
 
 def read_folder(folder: str, where: str) -> dict[str, datasets.Dataset]:
@@ -34,11 +35,22 @@ def files_of_folder(folder: str, where: str) -> dict[str, list[str]] | None:
     path = os.path.realpath(folder)
     if glob.escape(path) != path:
         raise UserError(where, "the datasets library reads * ? [ in a folder's path as patterns", "a path without them")
+    _check_size(folder, where)
     try:
         files = datasets.load_dataset_builder(folder).config.data_files
     except Exception as error:  # as above
         raise _unreadable(error, where) from None
     return {str(split): list(names) for split, names in files.items()}
+
+
+def _check_size(folder: str, where: str) -> None:
+    """Refuse a folder of very many files, or whose links lead back into it. The library reads 100 files in a second."""
+    found = 0
+    for _, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]  # as the library does
+        found += len(folders) + len(names)
+        if found > limit("files"):
+            raise too_large(where, "too many files and folders", "files")
 
 
 def _unreadable(error: Exception, where: str) -> UserError:

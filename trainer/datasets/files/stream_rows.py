@@ -13,6 +13,7 @@ from datasets import data_files
 
 from trainer.comma_separated import names_in
 from trainer.datasets.files.input_checks import check_file
+from trainer.datasets.files.line_files import Lines
 from trainer.datasets.files.mixing import joined, parse_probs
 from trainer.datasets.files.tar_files import open_tar_files
 from trainer.datasets.library import one_line
@@ -134,12 +135,12 @@ def _open(files: list[str], where: str) -> datasets.IterableDataset:
     kind = _kind(files[0])
     if kind == "tar":
         return open_tar_files(files, LINE)
-    options = {}
-    if kind == "text":
-        options = {"features": datasets.Features({LINE: datasets.Value("string")}), "chunksize": CHUNK_BYTES}
-    patterns = [name if "://" in name else glob.escape(name) for name in files]
+    patterns = {"train": [name if "://" in name else glob.escape(name) for name in files]}
     try:
-        return datasets.load_dataset(kind, data_files={"train": patterns}, split="train", streaming=True, **options)
+        if kind == "text":
+            own = {"features": datasets.Features({LINE: datasets.Value("string")}), "chunksize": CHUNK_BYTES}
+            return Lines(data_files=patterns, **own).as_streaming_dataset(split="train")
+        return datasets.load_dataset(kind, data_files=patterns, split="train", streaming=True)
     except Exception as error:  # of any type: the library's message says what is wrong
         raise UserError(where, f"cannot be read: {one_line(error)}", ALLOWED) from None
 
