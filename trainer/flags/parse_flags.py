@@ -149,7 +149,7 @@ def _check_config_files(argv: list[str], command: str, fields: dict[str, datacla
             raise UserError(f"--config {path}", f"not a YAML file: {found}"[:400], "lines FLAG: VALUE") from None
         if not isinstance(values, (dict, NoneType)):
             raise UserError(f"--config {path}", f"a {type(values).__name__}", "lines FLAG: VALUE")
-        unknown = list(leaves(values, known)) if isinstance(values, dict) else []
+        unknown = list(leaves(values or {}, known))
         if unknown:
             what = "a key that is no flag" if len(unknown) == 1 else f"{len(unknown)} keys that are no flags"
             listed = _listed(

@@ -40,6 +40,8 @@ from trainer.help_texts import OneLineParser
 from trainer.reports.dump_files import WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[3]
+# cells that train and judge in their own way: run(cell, flags, folder, timeout), judge(cell, ending, folder)
+OWN = {RL: (run_rl, judge_rl), EXACT: (run_exact, judge_exact), EXACT_SPLIT: (run_exact, judge_exact)}
 THRESHOLDS = Thresholds(loss=1e-5, grad_norm=1e-4, dump=1e-4)
 FSDP2, DEEPSPEED = ("--backend", "fsdp2"), ("--backend", "deepspeed", "--zero_stage")
 TP, RING, LORA = ("--tensor_parallel_size", "2"), ("--ring_attn_size", "2"), ("--lora_rank", "4")
@@ -58,9 +60,7 @@ CONFIGURATIONS = (
     Configuration("tp2-ring2", 4, (*FSDP2, *TP, *RING)),
     Configuration("lora", 2, (*FSDP2, *LORA)),
     Configuration(SAVE, 2, FSDP2),
-    RL,
-    EXACT,
-    EXACT_SPLIT,
+    *OWN,
 )
 BATCHES = "--max_samples 16 --max_len 64 --train_batch_size 8 --micro_train_batch_size 2 --max_steps 2"
 TRAINING = (
@@ -208,7 +208,7 @@ def run_model(
 
     row = {"problem": None, "cells": {}, "seconds": 0.0}
     AutoModelForCausalLM._model_mapping.get(type(config), None)  # imports the model's code, once for all forks
-    ending = run_ranks(lambda: _build(config, folder, work_dir), 1, folder / "build.log", timeout)
+    ending = run_ranks(lambda: _build(config, folder), 1, folder / "build.log", timeout)
     if ending.kind != "done":
         return {**row, "problem": f"transformers cannot build it: {ending.text}"}
     row |= json.loads((folder / "facts.json").read_text())
@@ -216,12 +216,12 @@ def run_model(
     for configuration in (c for c in CONFIGURATIONS if c.name in names):
         flags = _adapter_flags(configuration)
         if flags not in references:
-            references[flags] = _reference(flags, work_dir, folder, timeout)
+            references[flags] = _reference(flags, folder, timeout)
         if references[flags].kind != "done" and not flags:
             return {**row, "problem": f"the plain loop fails: {references[flags].text}"}
         run = SAVED_RUN if configuration.name == SAVE else configuration.name
         if run not in endings:
-            endings[run] = _train(configuration, run, work_dir, folder, timeout)
+            endings[run] = _train(configuration, run, folder, timeout)
         verdict, note = _judge(configuration, run, references[flags], endings[run], folder, timeout)
         seconds = round(endings[run].seconds, 1)
         note = note.replace(f"{folder}/", "")
@@ -231,7 +231,7 @@ def run_model(
     return {**row, "seconds": round(time.monotonic() - started, 1)}
 
 
-def _build(config, folder: Path, work_dir: Path) -> None:
+def _build(config, folder: Path) -> None:
     """Write the tiny model into its folder, with random norms and biases and the tokenizer of the demo."""
     # not at the top: `import_libraries` sets the environment first
     import torch
@@ -244,15 +244,15 @@ def _build(config, folder: Path, work_dir: Path) -> None:
     # transformers recomputes some stored values when it loads them, such as a bias of Zaya: those count
     model = AutoModelForCausalLM.from_pretrained(folder / "random", dtype=torch.float32)
     model.save_pretrained(folder / "model")
-    for path in (work_dir / "demo/model").iterdir():
+    for path in (folder.parent / "demo/model").iterdir():
         if path.name.startswith(("tokenizer", "chat_template")):
             shutil.copy(path, folder / "model")
     facts = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
-def _flags(work_dir: Path, folder: Path, run: str) -> list[str]:
-    data = ["--pretrain", str(folder / "model"), "--dataset", str(work_dir / "demo/sft.jsonl")]
+def _flags(folder: Path, run: str) -> list[str]:
+    data = ["--pretrain", str(folder / "model"), "--dataset", str(folder.parent / "demo/sft.jsonl")]
     return [*data, *TRAINING, "--output_dir", str(folder / run), "--parity_dump", str(folder / run / "parity")]
 
 
@@ -272,29 +272,25 @@ def plain_loop(line: list[str]) -> None:
     runpy.run_path(str(ROOT / "test/reference.py"))["main"](line)
 
 
-def _reference(flags: tuple[str, ...], work_dir: Path, folder: Path, timeout: float) -> Ending:
+def _reference(flags: tuple[str, ...], folder: Path, timeout: float) -> Ending:
     name = _reference_name(flags)
-    line = [*_flags(work_dir, folder, name), *flags, "--no_save"]
+    line = [*_flags(folder, name), *flags, "--no_save"]
 
     return run_ranks(lambda: plain_loop(line), 1, folder / f"{name}.log", timeout)
 
 
-def _train(configuration: Configuration, run: str, work_dir: Path, folder: Path, timeout: float) -> Ending:
-    if configuration == RL:
-        return run_rl(work_dir, folder, timeout)
-    if configuration in (EXACT, EXACT_SPLIT):
-        return run_exact(configuration, partial(_flags, work_dir, folder), folder, timeout)
-    flags = [*_flags(work_dir, folder, run), *configuration.args, *([] if run == SAVED_RUN else ["--no_save"])]
+def _train(configuration: Configuration, run: str, folder: Path, timeout: float) -> Ending:
+    if configuration in OWN:
+        return OWN[configuration][0](configuration, partial(_flags, folder), folder, timeout)
+    flags = [*_flags(folder, run), *configuration.args, *([] if run == SAVED_RUN else ["--no_save"])]
 
     return run_ranks(lambda: run_here("train_sft", flags), configuration.nproc, folder / f"{run}.log", timeout)
 
 
 def _judge(configuration: Configuration, run: str, reference: Ending, ending: Ending, folder: Path, timeout: float):
     """(verdict, note): pass, refused, wrong, crash, or unchecked where the plain loop fails."""
-    if configuration == RL:
-        return judge_rl(ending, folder)
-    if configuration in (EXACT, EXACT_SPLIT):
-        return judge_exact(configuration, ending, folder)
+    if configuration in OWN:
+        return OWN[configuration][1](configuration, ending, folder)
     if reference.kind != "done" and ending.kind == "done":
         return "unchecked", f"it runs, and the plain loop fails: {reference.text}"
     verdict, note = judge_run(run, ending, folder, _reference_name(_adapter_flags(configuration)))

@@ -1,6 +1,7 @@
 """The cell `rl` of the zoo and of `check`: one step of train_ppo on a tiny model, with the hf engine."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from trainer.compare.machines.forked_ranks import Ending, run_ranks
@@ -19,19 +20,19 @@ PPO = """--reward_func {reward} --label_key label --apply_chat_template --param_
     --micro_train_batch_size 2 --advantage_estimator reinforce --max_steps 1 --learning_rate 1e-3 --backend fsdp2"""
 
 
-def run_rl(work_dir: Path, folder: Path, timeout: float) -> Ending:
-    """Train the model of `folder`/model on the demo's prompts in `work_dir`."""
+def run_rl(cell: Configuration, flags: Callable, folder: Path, timeout: float) -> Ending:
+    """Train the model of `folder`/model on the prompts of the demo. `flags`, those of train_sft, are not used."""
     (folder / "reward.py").write_text(REWARD)
-    line = ["--pretrain", f"{folder}/model", "--dataset", f"{work_dir}/demo/prompts.jsonl"]
-    line += [*PPO.format(reward=folder / "reward.py").split(), "--output_dir", f"{folder}/{RL.name}"]
-    return run_ranks(lambda: run_here("train_ppo", line), RL.nproc, folder / f"{RL.name}.log", timeout)
+    line = ["--pretrain", f"{folder}/model", "--dataset", f"{folder.parent}/demo/prompts.jsonl"]
+    line += [*PPO.format(reward=folder / "reward.py").split(), "--output_dir", f"{folder}/{cell.name}"]
+    return run_ranks(lambda: run_here("train_ppo", line), cell.nproc, folder / f"{cell.name}.log", timeout)
 
 
-def judge_rl(ending: Ending, folder: Path) -> tuple[str, str]:
+def judge_rl(cell: Configuration, ending: Ending, folder: Path) -> tuple[str, str]:
     """(verdict, note) of a finished run."""
     if ending.kind != "done":
         return ("refused" if ending.kind == "refused" else "crash"), ending.text
-    rows = map(json.loads, (folder / RL.name / "metrics.jsonl").read_text().splitlines())
+    rows = map(json.loads, (folder / cell.name / "metrics.jsonl").read_text().splitlines())
     row = next(row for row in rows if "rollout_kl" in row)
     if not abs(row["rollout_kl"]) <= MAX_ROLLOUT_KL:
         return "wrong", f"rollout_kl {row['rollout_kl']:.3g}: the engine computes other log-probs than the policy"
