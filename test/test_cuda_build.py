@@ -84,3 +84,11 @@ def test_offloading_pins_what_the_plan_says_and_waits_as_often_as_allowed(tmp_pa
     for row in held:  # weights, gradients, and gradients of a micro-batch
         planned = 3 * pinned_bytes(sizes, row["ranks"])
         assert planned <= row["pinned"] <= 1.1 * planned, row
+
+
+@pytest.mark.skipif(not (ENVIRONMENT / ".installed").exists(), reason="test/fake_gpu/run.sh makes its environment")
+def test_running_sums_need_not_leave_strict_mode():
+    code, output = run_process(
+        ["bash", str(KIT / "run.sh"), "strict_mode.py"], timeout=120, FAKE_GPU_ENVIRONMENT=str(ENVIRONMENT)
+    )
+    assert code == 0 and "no refusal" in output, output[-3000:]

@@ -19,7 +19,7 @@ from trainer.checkpoints.shards import whole_shard
 from trainer.cli import serve_engine
 from trainer.datasets.batches.global_batches import copied
 from trainer.datasets.demos.demo import make_demo
-from trainer.distributed import determinism, mesh, pinned_memory
+from trainer.distributed import mesh, pinned_memory
 from trainer.distributed.host_offload import keep_on_host
 from trainer.errors import UserError
 from trainer.flags.common_flags import LoraArguments, SFTArguments
@@ -95,17 +95,6 @@ def test_the_random_state_of_the_gpu_is_saved_and_restored(calls):
     assert device == target == CARD and restored.equal(state) and restored.device.type == "cpu"
     run_state.restore_random_states(saved, torch.device("cpu"))  # a run that goes on without a GPU
     assert len(calls.found) == 2
-
-
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_running_sums_on_cuda_leave_strict_mode_for_a_moment(num_rows):
-    torch.use_deterministic_algorithms(True)
-    try:
-        rows = torch.rand(num_rows, 5, dtype=torch.float64).as_subclass(OnCuda)
-        assert determinism.row_cumsum(rows).equal(torch.Tensor.cumsum(rows, -1))
-        assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_a_copy_to_a_gpu_is_pinned_and_nobody_waits_for_it(monkeypatch):

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 
 import torch
 
-_lock, _inside, _mode = threading.Lock(), [], []  # of without_refusals: who is inside, the mode to restore
-
 
 def use_deterministic_kernels() -> None:
     """Ask cuBLAS, torch and flash-attn for deterministic kernels. cuBLAS reads its variable at its first use."""
@@ -26,33 +24,14 @@ def use_deterministic_kernels() -> None:
 
 @contextlib.contextmanager
 def without_refusals() -> Iterator[None]:
-    """Leave strict mode for a while: for code of others that does not train, and for what is known to be safe.
-
-    The mode is the process's. Rollouts may run in a thread beside training, so the last one that leaves restores it.
-    """
-    with _lock:
-        if not _inside:
-            _mode[:] = (
-                torch.are_deterministic_algorithms_enabled(),
-                torch.is_deterministic_algorithms_warn_only_enabled(),
-            )
-        _inside.append(None)
-        torch.use_deterministic_algorithms(False)
+    """Leave strict mode for a while, for code of others that does not train. The mode is the process's: not in a thread."""
+    assert threading.current_thread() is threading.main_thread(), "strict mode belongs to the main thread"
+    strict, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(False)
     try:
         yield
     finally:
-        with _lock:
-            _inside.pop()
-            if not _inside:
-                torch.use_deterministic_algorithms(_mode[0], warn_only=_mode[1])
-
-
-def row_cumsum(rows: torch.Tensor) -> torch.Tensor:
-    """Return the running sums along the last dimension of (rows, columns), with the same bits in every run.
-
-    CUDA adds a single row in an order that varies, and several rows in a fixed order. So a single row gets a twin.
-    """
-    if not rows.is_cuda:
-        return rows.cumsum(-1)
-    with without_refusals():
-        return torch.cat([rows, rows]).cumsum(-1)[:1] if len(rows) == 1 else rows.cumsum(-1)
+        torch.use_deterministic_algorithms(strict, warn_only=warn_only)

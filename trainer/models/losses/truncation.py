@@ -4,8 +4,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainer.distributed.determinism import row_cumsum
-
 OUTSIDE = -1e9  # finite: the entropy has terms p log p, and 0 times -inf is NaN
 
 
@@ -24,7 +22,7 @@ def truncate(log_probs: torch.Tensor, top_p: float, top_k: int, min_p: float) ->
         log_probs = log_probs.masked_fill(log_probs < limit, float("-inf"))
     if top_p < 1:
         ordered, places = log_probs.double().softmax(-1).sort(descending=True, stable=True)
-        is_over = row_cumsum(ordered) - ordered >= top_p  # the tokens before this one are enough
+        is_over = ordered.cumsum(-1) - ordered >= top_p  # the tokens before this one are enough
         is_over[:, 0] = False
         log_probs = log_probs.masked_fill(torch.zeros_like(is_over).scatter(-1, places, is_over), float("-inf"))
     return log_probs.log_softmax(-1)

@@ -11,8 +11,6 @@ from typing import Optional
 
 import torch
 
-from trainer.distributed.determinism import row_cumsum
-
 SPARE_LOGPROBS = 32
 
 
@@ -90,6 +88,6 @@ def uniform_numbers(seeds: Sequence[int], count: int) -> torch.Tensor:
 def pick_tokens(log_probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Tokens (rows,) from distributions (rows, vocab), by inverse transform. It takes the first token with a cumulative
     probability above the row's uniform number. Probabilities [0.2, 0.8] and 0.3 give token 1."""
-    cumulative = row_cumsum(log_probs.double().exp())
+    cumulative = log_probs.double().exp().cumsum(-1)
     targets = uniforms[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, targets, right=True).squeeze(1).clamp(max=log_probs.shape[1] - 1)
