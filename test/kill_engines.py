@@ -1,25 +1,28 @@
 """SIGKILL of vLLM rollout servers at random moments, while train_ppo goes on with 2 ranks. Runs in the environment of vLLM.
 
-    .venv-vllm/bin/python test/kill_engines.py [--count 5] [--seed 0] [--max_staleness K]
+    .venv-vllm/bin/python test/kill_engines.py [--count 5] [--seed 0] [--servers 2] [--max_staleness K] [--dynamic_filtering 1]
 
-Of one of two servers, all processes are killed, or the first one, or vLLM's engine; a moment later it is started again.
+Of one server, all processes are killed, or the first one, or vLLM's engine; a moment later it is started again.
 
 The run must go on. In lock step, every token must be drawn from the weights of its rollout. Every prompt must be trained once
 in its order, a replay of the run's samples must be the run to the bit, and no process may be left.
 """
 
 import contextlib
+import itertools
 import os
 import random
 import re
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 from kill_environments import command_line, family, main, named, run
 from kill_servers import Server, random_kills
 from launch import read_rows, read_steps, torchrun
 
+from trainer.datasets.batches.global_batches import epoch_order
 from trainer.rollout.rollouts_file import read_rollouts
 
 REWARD = """
@@ -29,9 +32,18 @@ def reward_func(prompts, responses, labels):
     time.sleep(0.5)  # the cores are for a server that starts
     return [sum(word in label for word in response) / 32 for response, label in zip(responses, labels)]
 """
+COARSE = REWARD.replace("/ 32 ", "% 2 ")  # half of the groups teach nothing
 PARTS = ["all", "server", "engine"]
 GONE_WITHIN = 30  # seconds
-SAME = "loss grad_norm reward batch_hash tokens_seen"
+SAME = "loss grad_norm batch_hash tokens_seen"
+# not in a replay, with the number of words
+ONLY_LIVE = {
+    "--reward_func": 2,
+    "--rollout_engine": 2,
+    "--engine_urls": 2,
+    "--max_staleness": 2,
+    "--dynamic_filtering": 1,
+}
 
 
 class Engine(Server):
@@ -124,18 +136,22 @@ def check_each_trained_once(folder: Path, bound: int, more: list[str]) -> None:
     """By the log of (sample, version), and by a replay of it."""
     rollouts, steps = read_rollouts(f"{folder}/killed/rollouts.jsonl"), read_steps(folder / "killed")
     assert [row["step"] for row in steps] == [*range(1, len(steps) + 1)] and len(steps) == len(rollouts)
-    order = []
-    for number, samples in enumerate(rollouts):
-        assert [sample.number for sample in samples] == [*range(16)], number
-        assert all(0 <= number - (number if s.version is None else s.version) <= bound for s in samples), number
-        order += [sample.row for sample in samples[::2]]
-    passes = [order[at : at + 64] for at in range(0, len(order), 64)]
-    assert all(len(set(one)) == len(one) for one in passes), "a prompt came twice in one pass over the prompts"
+    order = (int(row) for episode in itertools.count() for row in epoch_order(64, 42, episode, shuffle=True))
+    ages, taken = Counter(), 0
+    for number, (samples, row) in enumerate(zip(rollouts, steps)):
+        count = int(row.get("prompts_drawn", 8))
+        turns, taken = [*itertools.islice(order, count)], taken + count
+        assert len({sample.number for sample in samples}) == len(samples) == 16, number
+        assert all(turns[sample.number // 2] == sample.row for sample in samples), f"rollout {number}: other prompts"
+        ages.update(number - (number if sample.version is None else sample.version) for sample in samples)
+    assert all(0 <= age <= bound for age in ages), ages
+    shown = ", ".join(f"{count} of {age}" for age, count in sorted(ages.items()))
+    print(f"{taken} prompts had their turn, each once in its order; samples by staleness: {shown}", flush=True)
     frozen = [*more, "--rollouts_from", f"{folder}/killed/rollouts.jsonl"]
-    for flag in ("--reward_func", "--rollout_engine", "--engine_urls", "--max_staleness"):
+    for flag, size in ONLY_LIVE.items():
         if flag in frozen:
             at = frozen.index(flag)
-            del frozen[at : at + 2]
+            del frozen[at : at + size]
     code, output = torchrun(2, *command_line(folder, "replay", len(steps), frozen), timeout=1200)
     assert code == 0, output[-5000:]
     replayed = read_steps(folder / "replay")
@@ -145,12 +161,14 @@ def check_each_trained_once(folder: Path, bound: int, more: list[str]) -> None:
     print(f"{len(rollouts)} rollouts of 16 samples, each trained once; the replay is the run to the bit", flush=True)
 
 
-def kill_engines(folder: Path, count: int, generator: random.Random, bound: int) -> None:
-    (folder / "reward.py").write_text(REWARD)
-    servers = [Engine(folder) for _ in range(2)]
+def kill_engines(
+    folder: Path, count: int, generator: random.Random, num_servers: int, bound: int, filters: int
+) -> None:
+    (folder / "reward.py").write_text(COARSE if filters else REWARD)
+    servers = [Engine(folder) for _ in range(num_servers)]
     more = ["--label_key", "label", "--reward_func", f"{folder}/reward.py", "--generate_max_len", "24"]
     more += ["--rollout_engine", "vllm_server", "--engine_urls", ",".join(server.url for server in servers)]
-    more += ["--max_staleness", str(bound), "--tis_cap", "2"] * bool(bound)
+    more += ["--max_staleness", str(bound), "--tis_cap", "2"] * bool(bound) + ["--dynamic_filtering"] * bool(filters)
     try:
         wait_for_all(servers)
         kill_some(folder, count, generator, servers, bound, more)
@@ -162,8 +180,8 @@ def kill_engines(folder: Path, count: int, generator: random.Random, bound: int)
     none_left(servers)
     assert not named(str(folder / "killed")), "a process of the run is left"
     check_each_trained_once(folder, bound, more)
-    print(f"rollout servers: {count} kills, no process left")
+    print(f"rollout servers: {count} kills of {num_servers}, no process left")
 
 
 if __name__ == "__main__":
-    main(kill_engines, __doc__, ["max_staleness"])
+    main(kill_engines, __doc__, {"servers": 2, "max_staleness": 0, "dynamic_filtering": 0})

@@ -13,8 +13,9 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from launch import LAUNCHER, ROOT, _environment, read_steps
 
@@ -125,13 +126,16 @@ def family(pid: int) -> set[int]:
     return found
 
 
-def main(kill: Callable, description: str, more: Sequence[str] = ()) -> None:
-    """Call `kill(folder, count, generator, *more)` with a new demo in `folder`. The flags are --count, --seed and `more`."""
+def main(kill: Callable, description: str, more: Mapping[str, int] = MappingProxyType({})) -> None:
+    """Call `kill(folder, count, generator, *more)` with a new demo in `folder`.
+
+    The flags are --count, --seed and `more`, which has the defaults of whole numbers.
+    """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--count", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    for flag in more:
-        parser.add_argument(f"--{flag}", type=int, default=0)
+    for flag, default in more.items():
+        parser.add_argument(f"--{flag}", type=int, default=default)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, generator = Path(name), random.Random(args.seed)

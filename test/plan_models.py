@@ -30,6 +30,7 @@ COMMANDS = [
     "llama-70b --gpus 32 --nodes 4 --host_memory 2000",
     "llama-70b --gpus 64 --nodes 8 --host_memory 2000",
     "deepseek-v3 --gpus 256 --nodes 32 --host_memory 2000 --train_batch_size 256",
+    "qwen3-8b --gpus 8 --rollout_engine vllm_server --servers 24 --max_staleness 2 --sync_deltas",
 ]
 
 
@@ -43,10 +44,11 @@ def block(line: str) -> str:
     name, *rest = parse(line.split())
     text = report(meta_model(name), name, *rest)
     head, count, table, *rest = text.split("\n\n")
-    reasons = rest[-1]
+    reasons = "\n\n".join([part + "\n\nThe rest:" for part in rest if part.startswith("Rollouts by")] or ["The rest:"])
+    reasons += f"\n\n{rest[-1]}"
     table = "\n".join(table.splitlines()[:8])
     mark = "<!-- run by: test/test_plan.py -->"
-    return f"{mark}\n```bash\npython -m trainer.cli.plan {line}\n```\n\n{head}.\n\n{count}\n\n{table}\n\nThe rest:\n\n{reasons}"
+    return f"{mark}\n```bash\npython -m trainer.cli.plan {line}\n```\n\n{head}.\n\n{count}\n\n{table}\n\n{reasons}"
 
 
 if __name__ == "__main__":

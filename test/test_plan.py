@@ -17,6 +17,7 @@ from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.preference_flags import DPOArguments
+from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rules import refuse
 from trainer.planning import auto_layout
 from trainer.planning import layout_plan as plan_report
@@ -154,14 +155,14 @@ def test_time_of_a_step_by_hand():
     assert Sent("gradients", 1, 16, 1, True).rate(machine) == 3e11  # eight cards of 40 GB/s, but NVLink limits
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(6))
 def test_the_page_says_what_the_command_says(number):
     assert block(COMMANDS[number]) in PAGE.read_text(), "run python test/plan_models.py"
 
 
 def test_commands_are_accepted_by_the_trainer():
     """The three best layouts, with flags that train_sft and the strategy accept."""
-    _, machine, _, work = plan.parse(COMMANDS[4].split())
+    _, machine, _, work, _ = plan.parse(COMMANDS[4].split())
     assert work == Work(256, 1, 4096)
     choices = [c for c in plan_report.make_plan(meta_model("deepseek-v3"), machine, work) if not c.problem][:3]
     assert len(choices) == 3
@@ -170,6 +171,12 @@ def test_commands_are_accepted_by_the_trainer():
         flags = line.split("trainer.cli.train_sft ")[1].split()
         parsed = parse_arguments(SFTArguments, "train_sft", flags)
         assert parsed.layout.expert_parallel_size == choice.layout.ep and parsed.layout.zero_stage == 3
+    for flags in ("--rollout_engine hf --max_staleness 1", "--rollout_engine vllm", COMMANDS[5].split("--gpus 8 ")[1]):
+        _, machine, _, work, rollouts = plan.parse(["qwen3-8b", "--gpus", "8", *flags.split()])
+        line = plan_report.command(Layout("fsdp2", 3, dp_shard=8), machine, work, "qwen3-8b", rollouts)
+        parsed = parse_arguments(PPOArguments, "train_ppo", line.split("trainer.cli.train_ppo ")[1].split())
+        refuse("train_ppo", parsed)
+        assert parsed.rollout.rollout_engine == rollouts.engine and parsed.rollout.generate_max_len == 4096 - 512
 
 
 def test_layout_auto_takes_the_first_layout_that_the_flags_allow(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import runpy
 import threading
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from fake_engine import VOCABULARY, FakeServer
-from launch import ROOT, read_steps, train_many
+from launch import read_steps, train_many
 
 from trainer import limits
 from trainer.datasets.batches.global_batches import epoch_order
@@ -22,6 +21,10 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.methods.ppo_state import RLState
 from trainer.methods.rollout_phase import patiently
+from trainer.planning import layout_plan
+from trainer.planning.idle_share import simulated
+from trainer.planning.plan_engines import message_bytes
+from trainer.planning.plan_memory import sizes_of
 from trainer.rollout.asynchronous import Pace
 from trainer.rollout.engines.on_vllm.vllm_server import LostServer, VLLMServerEngine, _kept
 from trainer.rollout.engines.routing import Router, send_to_each
@@ -114,7 +117,10 @@ def test_each_group_is_made_once_however_often_it_is_given_back():
 
 
 def test_simulated_idle_shares_are_those_counted_by_hand():
-    idle_shares = runpy.run_path(str(ROOT / "scripts/bench/queue_idle.py"))["idle_shares"]
+    def idle_shares(*values, **options) -> tuple[float, float]:
+        idle = simulated(*values, **options)
+        return idle.generating, idle.training
+
     one = {"drivers": 1, "slots": 1, "train_time": 2.0}
     rollouts = [[[1.0], [2.0], [3.0]]] * 2  # 6 s of generating, then 2 s of training, twice
     assert idle_shares(rollouts, **one, staleness=0, queue=True) == (1 - 12 / 16, 1 - 4 / 16)
@@ -378,6 +384,16 @@ def test_a_set_without_the_sampled_token_is_no_answer(change):
         _kept([likely[0] | change, *likely[1:]], 7, 3)
     with pytest.raises(ValueError, match="2 likely tokens, 3 asked"):
         _kept(likely[:2], 7, 3)
+
+
+def test_a_sync_has_the_bytes_that_plan_predicts(runs):
+    folder, _, _ = runs
+    s = sizes_of(layout_plan.meta_model(f"{folder}/demo/model"))
+    for row in read_steps(folder / "lockstep-3"):  # rank 0 has two servers
+        assert (row["sync_bytes"], row["sync_sent_bytes"]) == (4 * s.num_params, 2 * message_bytes(s, 4))
+    for row in read_steps(folder / "lockstep-alone"):
+        predicted = [message_bytes(s, 4), message_bytes(s, 4, row["sync_density"])]
+        assert any(row["sync_sent_bytes"] == pytest.approx(size, rel=0.01) for size in predicted), (row, predicted)
 
 
 def test_a_server_that_dies_comes_back_and_the_replay_is_the_run(runs):

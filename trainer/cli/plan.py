@@ -1,14 +1,35 @@
 """`plan`: which layouts of a model fit a machine, what each phase needs, and how long a step takes at given rates.
 
 python -m trainer.cli.plan MODEL --gpus 64 --gpu_memory 80 --nodes 8 --host_memory 2000
+python -m trainer.cli.plan MODEL --gpus 8 --rollout_engine vllm_server --servers 24 --max_staleness 2
 
 Nothing is downloaded but the config, and no weight is read. Predicted memory and bytes are explained in docs/plan.md.
 """
+
+from typing import Optional
 
 from trainer.entry import run_command
 from trainer.errors import UserError
 from trainer.help_texts import OneLineParser
 from trainer.planning import plan_inputs as inputs
+from trainer.planning.idle_share import Lengths
+
+SERVERS = "vllm_server"
+ENGINES = ("hf", "vllm", SERVERS)
+ROLLOUT_FLAGS = {  # kind, default, help
+    "servers": (int, 0, "vllm_server: number of servers, on GPUs of their own"),
+    "engine_tensor_parallel_size": (int, 1, "vllm and servers: GPUs of an engine"),
+    "engine_memory": (float, 0.0, "vllm and servers: share of a GPU's memory (default: 0.5 and 0.9)"),
+    "max_staleness": (int, 0, "rollouts by which weights may be old"),
+    "changed_share": (float, 0.02, "--sync_deltas: share of the values that change between two syncs"),
+    "micro_rollout_batch_size": (int, 32, "responses at a time of a rank or a server"),
+    "rollout_batch_size": (int, 128, "prompts of a rollout"),
+    "n_samples_per_prompt": (int, 8, "responses to a prompt"),
+    "prompt_len": (int, 512, "tokens of a prompt; --max_len bounds it with its response"),
+    "response_median": (float, 1000, "median of the tokens of a response"),
+    "response_spread": (float, 0.9, "standard deviation of the logarithm of its tokens"),
+    "token_rate": (float, 40, "tokens per second of one response, while all are at work"),
+}
 
 
 def build_parser() -> OneLineParser:
@@ -29,29 +50,77 @@ def build_parser() -> OneLineParser:
         ("host_rate", float, inputs.HOST_RATE, "GB/s between a GPU and host memory, and Adam there"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+    rollouts = parser.add_argument_group("Reinforcement learning")
+    rollouts.add_argument("--rollout_engine", choices=ENGINES, help="what generates, as in train_ppo")
+    for name, (kind, default, text) in ROLLOUT_FLAGS.items():
+        rollouts.add_argument(f"--{name}", type=kind, default=default, help=text)
+    rollouts.add_argument("--sync_deltas", action="store_true", help="servers get changed weights only")
     return parser
 
 
-def parse(argv: list[str]) -> tuple[str, inputs.Machine, float, inputs.Work]:
-    """Return (model, machine, GB of one GPU, what a step trains).
+def parse(argv: list[str]) -> tuple[str, inputs.Machine, float, inputs.Work, Optional[inputs.Rollouts]]:
+    """Return (model, machine, GB of one GPU, what a step trains, how rollouts are made).
 
     Raises:
-        UserError: a number is below 1, or the nodes do not have equally many GPUs.
+        UserError: a number is too small, the nodes do not have equally many GPUs, or flags do not go together.
     """
     flags = vars(build_parser().parse_args(argv))
     for name in ("gpus", "nodes", "max_len", "train_batch_size", "micro_train_batch_size"):
         if flags[name] < 1:
             raise UserError(f"--{name}", str(flags[name]), "1 or more")
-    model = flags.pop("model")
+    model, engine = flags.pop("model"), flags.pop("rollout_engine")
+    own = {name: flags.pop(name) for name in (*ROLLOUT_FLAGS, "sync_deltas")}
     work = inputs.Work(flags.pop("train_batch_size"), flags.pop("micro_train_batch_size"), flags.pop("max_len"))
-    return model, inputs.machine_of(**flags), flags["gpu_memory"], work
+    machine = inputs.machine_of(**flags)
+    return model, machine, flags["gpu_memory"], work, rollouts_of(engine, own, machine.gpus, work.max_len)
+
+
+def rollouts_of(engine: Optional[str], flags: dict, gpus: int, max_len: int) -> Optional[inputs.Rollouts]:
+    """The flags of rollouts. None: no --rollout_engine is given.
+
+    Raises:
+        UserError: a flag does not go with the engine, or a number is too small.
+    """
+    refused = {
+        None: (*ROLLOUT_FLAGS, "sync_deltas"),
+        "vllm": ("servers", "sync_deltas", "changed_share", "max_staleness"),
+    }
+    refused["hf"] = ("servers", "sync_deltas", "changed_share", "engine_tensor_parallel_size", "engine_memory")
+    usual = {name: default for name, (_, default, _) in ROLLOUT_FLAGS.items()} | {"sync_deltas": False}
+    for name in refused.get(engine, () if flags["sync_deltas"] else ("changed_share",)):
+        if flags[name] != usual[name]:
+            where = f"with --rollout_engine {engine}" if engine else "without --rollout_engine"
+            where = "without --sync_deltas" if engine == SERVERS else where
+            raise UserError(f"--{name}", f"{flags[name]} {where}, where it has no meaning", "leave it out")
+    if engine is None:
+        return None
+    if engine == SERVERS and flags["servers"] < 1:
+        raise UserError("--servers", str(flags["servers"]), f"1 or more with --rollout_engine {engine}")
+    if engine != SERVERS and gpus % flags["engine_tensor_parallel_size"]:
+        raise UserError(
+            "--engine_tensor_parallel_size", str(flags["engine_tensor_parallel_size"]), f"a divisor of {gpus}"
+        )
+    least = ROLLOUT_FLAGS.keys() - {"servers", "max_staleness", "engine_memory", "response_spread"}
+    for name in sorted(least):
+        if flags[name] <= 0:
+            raise UserError(f"--{name}", str(flags[name]), "more than 0")
+    longest = max_len - flags["prompt_len"]
+    if longest < 1:
+        raise UserError("--prompt_len", str(flags["prompt_len"]), f"less than --max_len {max_len}")
+    return inputs.Rollouts(
+        engine, flags["engine_tensor_parallel_size"], flags["servers"],
+        flags["engine_memory"] or (0.9 if engine == SERVERS else 0.5), flags["micro_rollout_batch_size"],
+        flags["max_staleness"], flags["sync_deltas"], flags["changed_share"], flags["rollout_batch_size"],
+        flags["n_samples_per_prompt"], flags["prompt_len"],
+        Lengths(flags["response_median"], flags["response_spread"], longest), flags["token_rate"],
+    )  # fmt: skip
 
 
 def run(argv: list[str]) -> None:
-    name, machine, gpu_memory, work = parse(argv)
+    name, *rest = parse(argv)
     from trainer.planning.layout_plan import meta_model, report  # not at the top: torch is not needed for --help
 
-    print(report(meta_model(name), name, machine, gpu_memory, work))
+    print(report(meta_model(name), name, *rest))
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Optional
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -10,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from trainer.errors import UserError
 from trainer.metrics import shown_number
 from trainer.model_folders.model_folder import read_config
-from trainer.planning.plan_inputs import GB, Machine, Work
+from trainer.planning.plan_engines import EngineNeeds, engine_needs, engine_report
+from trainer.planning.plan_inputs import GB, Machine, Rollouts, Work
 from trainer.planning.plan_memory import Layout, Needs, Sizes, needs, refusal, sizes_of
 from trainer.planning.plan_traffic import step_seconds, traffic
 
@@ -52,19 +54,29 @@ def layouts(machine: Machine, has_experts: bool, work: Work) -> list[Layout]:
     return found
 
 
-def judge(layout: Layout, s: Sizes, machine: Machine, work: Work, model: torch.nn.Module) -> Choice:
+def with_engine(found: Needs, engine: EngineNeeds) -> Needs:
+    """What a layout needs with a rollout engine: it is there in the step too, or only while a rollout is generated."""
+    return replace(
+        found, step=found.step + engine.training, generate=found.save + engine.generating, host=found.host + engine.host
+    )
+
+
+def judge(
+    layout: Layout, s: Sizes, machine: Machine, work: Work, model: torch.nn.Module, engine: Optional[EngineNeeds] = None
+) -> Choice:
     """Predict memory, bytes and time of one layout."""
     tokens = work.micro * work.max_len // layout.sp
     num_micro, rest = divmod(work.samples, layout.dp * work.micro)
     if work.by_tokens:
         num_micro, rest = num_micro + bool(rest), 0
     found = needs(layout, s, tokens, work.dtype, work.has_frozen_copy)
+    found = with_engine(found, engine) if engine else found
     room, host_room = machine.room, machine.host_memory / machine.gpus_per_node
-    problem = refusal(layout, s, model)
+    problem = (engine and engine.problem) or refusal(layout, s, model)
     if not problem and (rest or not num_micro):
         unit = layout.dp * work.micro
         problem = f"--train_batch_size {work.samples} is no multiple of {unit} = dp x micro-batch"
-    for phase in ("load", "step", "save"):
+    for phase in ("load", "step", "save", "generate"):
         if not problem and getattr(found, phase) > room:
             problem = f"{phase} needs {getattr(found, phase) / GB:.1f} GB of a GPU's {room / GB:.1f}"
     if not problem and found.host > host_room:
@@ -83,14 +95,19 @@ def describe(layout: Layout) -> str:
     return ", ".join(parts + ["reduce once"] * layout.reduce_once)
 
 
+def speed(choice: Choice, work: Work) -> float:
+    """Tokens per second that a layout trains."""
+    return work.samples * work.max_len / choice.seconds
+
+
 def table(choices: list[Choice], work: Work) -> str:
-    tokens = work.samples * work.max_len
-    rows = ["| Layout | load | step | save | host a rank | sent a step | step time | tokens/s |"]
-    rows.append("|---|---:|---:|---:|---:|---:|---:|---:|")
+    phases = ["load", "step", "save"] + ["generate"] * any(choice.needs.generate for choice in choices)
+    rows = [f"| Layout | {' | '.join(phases)} | host a rank | sent a step | step time | tokens/s |"]
+    rows.append("|---|" + "---:|" * (len(phases) + 4))
     for choice in choices:
-        n, size = choice.needs, [f"{value / GB:.1f} GB" for value in (choice.needs.load, choice.needs.step)]
-        size += [f"{n.save / GB:.1f} GB", f"{n.host / GB:.1f} GB", f"{choice.sent / GB:.1f} GB"]
-        rate = f"{choice.seconds:.1f} s", f"{tokens / choice.seconds:,.0f}"
+        n, size = choice.needs, [f"{getattr(choice.needs, phase) / GB:.1f} GB" for phase in phases]
+        size += [f"{n.host / GB:.1f} GB", f"{choice.sent / GB:.1f} GB"]
+        rate = f"{choice.seconds:.1f} s", f"{speed(choice, work):,.0f}"
         rows.append(f"| {describe(choice.layout)} | {' | '.join([*size, *rate])} |")
     return "\n".join(rows)
 
@@ -111,14 +128,29 @@ def as_text(layout: Layout) -> str:
     return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in used.items())
 
 
-def command(layout: Layout, machine: Machine, work: Work, model: str) -> str:
+def command(layout: Layout, machine: Machine, work: Work, model: str, rollouts: Optional[Rollouts] = None) -> str:
     """The command line of a layout, on each node."""
     flags = ["torchrun", f"--nproc_per_node {machine.gpus_per_node}"]
     if machine.nodes > 1:
         flags += [f"--nnodes {machine.nodes}", "--rdzv_backend c10d", "--rdzv_endpoint FIRST_NODE:29500"]
-    flags += ["-m trainer.cli.train_sft", as_text(layout), "--packing_samples", f"--max_len {work.max_len}"]
-    flags += [f"--train_batch_size {work.samples}", f"--micro_train_batch_size {work.micro}", f"--pretrain {model}"]
+    flags += [f"-m trainer.cli.{'train_ppo' if rollouts else 'train_sft'}", as_text(layout), "--packing_samples"]
+    flags += rollout_flags(rollouts) if rollouts else [f"--max_len {work.max_len} --train_batch_size {work.samples}"]
+    flags += [f"--micro_train_batch_size {work.micro}", f"--pretrain {model}"]
     return " ".join([*flags, "--dataset DATA --output_dir RUN"])
+
+
+def rollout_flags(rollouts: Rollouts) -> list[str]:
+    """The flags of `train_ppo` for rollouts, with one optimizer step for each."""
+    r = rollouts
+    flags = [f"--rollout_engine {r.engine} --rollout_batch_size {r.prompts} --n_samples_per_prompt {r.group}"]
+    flags += [f"--train_batch_size {r.prompts * r.group} --micro_rollout_batch_size {r.slots}"]
+    flags += [f"--prompt_max_len {r.prompt_len} --generate_max_len {r.longest - r.prompt_len}"]
+    flags += [f"--max_staleness {r.max_staleness} --tis_cap 2"] * bool(r.max_staleness)
+    flags += [f"--engine_urls {','.join(f'URL{n}' for n in range(1, r.servers + 1))}"] * bool(r.servers)
+    flags += ["--sync_deltas"] * r.sync_deltas
+    if r.engine == "vllm":
+        flags += [f"--engine_tensor_parallel_size {r.engine_tp} --vllm_gpu_memory_utilization {r.memory_share:g}"]
+    return flags
 
 
 def why_not(choices: list[Choice]) -> str:
@@ -134,16 +166,26 @@ def why_not(choices: list[Choice]) -> str:
     return "\n".join(lines)
 
 
-def make_plan(model: torch.nn.Module, machine: Machine, work: Work) -> list[Choice]:
+def make_plan(
+    model: torch.nn.Module, machine: Machine, work: Work, rollouts: Optional[Rollouts] = None
+) -> list[Choice]:
     """All layouts, the quickest first. Within 2 %, the one that sends least comes first."""
     s = sizes_of(model)
-    found = [judge(layout, s, machine, work, model) for layout in layouts(machine, s.expert_params > 0, work)]
+    engine = engine_needs(s, machine, rollouts, work.dtype) if rollouts else None
+    found = [judge(layout, s, machine, work, model, engine) for layout in layouts(machine, s.expert_params > 0, work)]
     return sorted(found, key=lambda choice: (round(math.log(choice.seconds, 1.02)), choice.sent))
 
 
-def report(model: torch.nn.Module, name: str, machine: Machine, gpu_memory: float, work: Work) -> str:
+def report(
+    model: torch.nn.Module,
+    name: str,
+    machine: Machine,
+    gpu_memory: float,
+    work: Work,
+    rollouts: Optional[Rollouts] = None,
+) -> str:
     """What `plan` prints. `name` is MODEL on the command line; `gpu_memory` counts the reserve too (GB)."""
-    s, choices = sizes_of(model), make_plan(model, machine, work)
+    s, choices = sizes_of(model), make_plan(model, machine, work, rollouts)
     fits, unfit = [c for c in choices if not c.problem], [c for c in choices if c.problem]
     parts = [
         f"{shown_number(s.num_params)} parameters, {shown_number(s.active_params)} of them for each token; "
@@ -151,7 +193,12 @@ def report(model: torch.nn.Module, name: str, machine: Machine, gpu_memory: floa
         f"{work.samples} packed samples of {work.max_len} tokens a step",
         f"{len(fits)} of {len(choices)} layouts fit. The quickest:",
         table(fits[:SHOWN], work) if fits else "none",
-        *([f"{n}. `{command(c.layout, machine, work, name)}`" for n, c in enumerate(fits[:3], 1)]),
+        *([f"{n}. `{command(c.layout, machine, work, name, rollouts)}`" for n, c in enumerate(fits[:3], 1)]),
+        *(
+            [engine_report(fits[0].layout, s, machine, rollouts, speed(fits[0], work), work.dtype)]
+            if rollouts and fits
+            else []
+        ),
         "What does not fit, for each backend and stage the smallest of its kind:",
         why_not(unfit) or "- nothing",
     ]

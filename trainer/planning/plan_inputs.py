@@ -1,8 +1,10 @@
 """What a plan starts from: the machine, and what a step trains."""
 
 from dataclasses import dataclass
+from typing import Optional
 
 from trainer.errors import UserError
+from trainer.planning.idle_share import Lengths
 
 GB = 1e9
 # a GPU and its node, unless flags say otherwise. The rates are what training reaches, not peaks
@@ -13,7 +15,10 @@ TFLOPS, NODE_RATE, NETWORK_RATE, HOST_RATE = 400, 300, 40, 20  # bf16 TFLOP/s, a
 
 @dataclass(frozen=True)
 class Machine:
-    """Sizes in bytes, rates in bytes or FLOPs per second. `room` is on one GPU, `host_memory` on one node."""
+    """Sizes in bytes, rates in bytes or FLOPs per second.
+
+    `room` is on one GPU without the reserve, `host_memory` on one node.
+    """
 
     gpus: int
     nodes: int
@@ -23,6 +28,7 @@ class Machine:
     node_rate: float
     network_rate: float
     host_rate: float
+    gpu_memory: float = 0.0  # of one GPU, with the reserve
 
     @property
     def gpus_per_node(self) -> int:
@@ -41,6 +47,35 @@ class Work:
     has_frozen_copy: bool = False  # such as the reference model of DPO
 
 
+@dataclass(frozen=True)
+class Rollouts:
+    """How a run of reinforcement learning generates. Lengths are in tokens."""
+
+    engine: str  # of --rollout_engine
+    engine_tp: int  # GPUs of an engine
+    servers: int
+    memory_share: float  # of a GPU, for vLLM
+    slots: int  # responses at a time, of a rank or a server
+    max_staleness: int
+    sync_deltas: bool
+    changed_share: float  # of the values, from one sync to the next
+    prompts: int  # of a rollout
+    group: int  # responses to a prompt
+    prompt_len: int
+    lengths: Lengths  # of responses
+    token_rate: float  # tokens per second of one response, while an engine has all its slots in use
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its longest response."""
+        return self.prompt_len + int(self.lengths.longest)
+
+    @property
+    def changed(self) -> Optional[float]:
+        """The share of values that a sync sends. None: whole tensors."""
+        return self.changed_share if self.sync_deltas else None
+
+
 def machine_of(
     gpus: int, nodes: int = 1, gpu_memory: float = GPU_MEMORY, host_memory: float = HOST_MEMORY,
     reserve: float = RESERVE, tflops: float = TFLOPS, node_rate: float = NODE_RATE,
@@ -55,4 +90,4 @@ def machine_of(
         raise UserError("--gpus", f"{gpus} is not a multiple of --nodes {nodes}")
     rates = {"node_rate": GB * node_rate, "network_rate": GB * network_rate, "host_rate": GB * host_rate}
     room = GB * (gpu_memory - reserve)
-    return Machine(gpus, nodes, room, GB * host_memory, flops=1e12 * tflops, **rates)
+    return Machine(gpus, nodes, room, GB * host_memory, flops=1e12 * tflops, **rates, gpu_memory=GB * gpu_memory)

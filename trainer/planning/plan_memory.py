@@ -49,6 +49,11 @@ class Layout:
         """Ranks that share one copy of the weights of their tp rank."""
         return self.dp_shard * self.sp
 
+    @property
+    def num_parts(self) -> int:
+        """Ranks over which the compute weights are divided between steps. ZeRO 0 to 2 divide them over tp only."""
+        return self.tp * (self.num_shards if self.backend == "fsdp2" or self.stage == 3 else 1)
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -149,10 +154,11 @@ class Needs:
     step: float
     save: float
     host: float
+    generate: float = 0.0  # with a rollout engine
 
     @property
     def gpu(self) -> float:
-        return max(self.load, self.step, self.save)
+        return max(self.load, self.step, self.save, self.generate)
 
 
 def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", has_frozen_copy: bool = False) -> Needs:

@@ -1,0 +1,171 @@
+"""What a rollout engine adds to a plan: memory of its weights and cache, bytes and seconds of a weight sync, idle time.
+
+A test compares the sizes with real engines, and the bytes with those that runs log as `sync_bytes` and `sync_sent_bytes`.
+Seconds and idle shares follow from the rates that the user gives.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Optional
+
+from trainer.planning.idle_share import Idle, simulated
+from trainer.planning.plan_inputs import GB, Machine, Rollouts
+from trainer.planning.plan_memory import BF16, FP32, Layout, Sizes
+from trainer.planning.plan_traffic import Sent, gathered
+from trainer.rollout.engines.weight_stream import WHOLE, Head
+
+ON_SERVERS = "vllm_server"
+STALE_COPIES = 2  # in host memory: the weights that the thread loads, and those that the next sync gathers
+SIMULATED = 20  # rollouts
+
+
+@dataclass(frozen=True)
+class EngineNeeds:
+    """Bytes. `generating` and `training` are on the GPU of a training rank in these two phases. `host` is its host memory."""
+
+    weights: float  # a whole copy
+    generating: float
+    training: float
+    host: float
+    on_engine: float  # weights on each GPU of an engine
+    server_host: float  # of a process of a server
+    cache_tokens: float  # that the cache of an engine holds
+    problem: Optional[str] = None
+
+
+def width_of(dtype: str) -> int:
+    return FP32 if dtype == "fp32" else BF16
+
+
+def cache_bytes(s: Sizes, width: int) -> int:
+    """Bytes that the cache of an engine needs for one token, in all layers: keys and values of all heads.
+
+    Multi-head latent attention needs `kv_lora_rank` + `qk_rope_head_dim` values in a layer, in transformers and in vLLM.
+    """
+    text = s.config.get_text_config()
+    if getattr(text, "kv_lora_rank", None):
+        return width * s.num_layers * (text.kv_lora_rank + text.qk_rope_head_dim)
+    return width * s.num_layers * (s.key_width + s.value_width)
+
+
+def engine_needs(s: Sizes, machine: Machine, rollouts: Rollouts, dtype: str = "bf16") -> EngineNeeds:
+    """The memory of an engine. It does not depend on the layout of training.
+
+    hf: a copy of the weights w on every rank, and a cache for `slots` responses of full length. In lock step, it is only
+    there while a rollout is generated. With staleness it always is, and so are `STALE_COPIES` w in host memory.
+    vllm: an engine of N ranks takes `memory_share` of each GPU, w / N of it for weights. While the policy trains, w / N are
+    in host memory. Servers: the same on GPUs of their own. Deltas need w in host memory at both ends.
+    """
+    width = width_of(dtype)
+    w, n = width * s.num_params, rollouts.engine_tp
+    stale = STALE_COPIES * w * bool(rollouts.max_staleness)
+    if rollouts.engine == "hf":
+        tokens = rollouts.slots * rollouts.longest
+        size = w + tokens * cache_bytes(s, width)
+        return EngineNeeds(w, size, size * bool(rollouts.max_staleness), stale, w, 0.0, tokens)
+    share = rollouts.memory_share * machine.gpu_memory
+    on_engine = w / n
+    tokens = (share - on_engine) * min(n, heads_of_cache(s)) / cache_bytes(s, width)
+    problem = None
+    if tokens < rollouts.longest:
+        problem = f"an engine of {n} GPUs needs {on_engine / GB:.1f} GB on each for weights, and more for a response"
+        problem += f"; its share is {share / GB:.1f}"
+    if rollouts.engine == "vllm":
+        return EngineNeeds(w, share, 0.0, on_engine, on_engine, 0.0, max(tokens, 0.0), problem)
+    copy = w * rollouts.sync_deltas
+    return EngineNeeds(w, 0.0, 0.0, stale + copy, on_engine, copy, max(tokens, 0.0), problem)
+
+
+def heads_of_cache(s: Sizes) -> int:
+    """Over how many ranks an engine can divide its cache. More ranks hold the same heads, and a latent cache is not divided."""
+    text = s.config.get_text_config()
+    if getattr(text, "kv_lora_rank", None):
+        return 1
+    return getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
+
+def message_bytes(s: Sizes, width: int, changed: Optional[float] = None) -> int:
+    """Bytes of the messages of one sync to one server. `changed` is the share of values that changed. None: all are sent.
+
+    A changed value needs its own bytes and 2 for its place in a block. A block of 65536 values needs 4 more. A tensor
+    whose changes need as many bytes is sent whole (`weight_stream.py`). Changes are spread evenly over all tensors.
+    """
+    dtype, total = "float32" if width == FP32 else "bfloat16", 0
+    for size in s.tensors:
+        whole = Head("", dtype, [size], WHOLE).num_bytes()
+        count = whole if changed is None else Head("", dtype, [size], math.ceil(changed * size)).num_bytes()
+        total += min(whole, count)
+    return total
+
+
+def received_bytes(layout: Layout, s: Sizes, rollouts: Rollouts, width: int) -> Sent:
+    """What a training rank receives in a sync from other ranks, at most: what it does not hold of the weights it needs."""
+    needed = width * s.num_params / (rollouts.engine_tp if rollouts.engine == "vllm" else 1)
+    return Sent("sync", gathered(needed, layout.num_parts), layout.num_parts, 1, False)
+
+
+def sync_seconds(layout: Layout, s: Sizes, machine: Machine, rollouts: Rollouts, dtype: str = "bf16") -> float:
+    """Seconds of a sync: gathering, copies between GPU and host memory, and messages to the servers of the busiest rank."""
+    width = width_of(dtype)
+    gathering = received_bytes(layout, s, rollouts, width)
+    seconds = gathering.bytes / gathering.rate(machine)
+    if rollouts.max_staleness or rollouts.engine == ON_SERVERS:
+        seconds += width * s.num_params / machine.host_rate
+    if rollouts.engine == ON_SERVERS:
+        most = -(-rollouts.servers // machine.gpus)
+        seconds += most * rollouts.engine_tp * message_bytes(s, width, rollouts.changed) / machine.network_rate
+    return seconds
+
+
+def predicted_idle(rollouts: Rollouts, machine: Machine, tokens_per_second: float) -> Idle:
+    """Idle shares by simulation. `tokens_per_second` is the speed of training, on prompts and responses."""
+    chance = random.Random(0)
+    drawn = [rollouts.lengths.sample(chance, rollouts.prompts, rollouts.group) for _ in range(SIMULATED)]
+    tokens = sum(length for rollout in drawn for group in rollout for length in group) / SIMULATED
+    train_time = (tokens + rollouts.prompts * rollouts.group * rollouts.prompt_len) / tokens_per_second
+    times = [[[length / rollouts.token_rate for length in group] for group in rollout] for rollout in drawn]
+    on_servers, stale = rollouts.engine == ON_SERVERS, rollouts.max_staleness > 0
+    engines = rollouts.servers if on_servers else machine.gpus // rollouts.engine_tp
+    drivers = min(machine.gpus, engines)
+    return simulated(
+        times, drivers=drivers, slots=max(1, engines * rollouts.slots // drivers), train_time=train_time,
+        staleness=rollouts.max_staleness, queue=on_servers and stale, barrier=rollouts.engine == "hf",
+        drains=on_servers and stale,
+    )  # fmt: skip
+
+
+def engine_report(
+    layout: Layout, s: Sizes, machine: Machine, rollouts: Rollouts, tokens_per_second: float, dtype: str = "bf16"
+) -> str:
+    """What `plan` prints of the engine, for the quickest layout that fits."""
+    found, width = engine_needs(s, machine, rollouts, dtype), width_of(dtype)
+    idle, lengths = predicted_idle(rollouts, machine, tokens_per_second), rollouts.lengths
+    gathering = received_bytes(layout, s, rollouts, width).bytes
+    sizes = [f"{size / GB:.1f} GB" for size in (found.weights, found.generating, found.training, found.host)]
+    lines = [
+        f"Rollouts by {rollouts.engine}, with the first layout:",
+        f"- weights: a copy has {sizes[0]}; each GPU of an engine holds {found.on_engine / GB:.1f} GB",
+        f"- a training rank: {sizes[1]} more on its GPU while it generates, {sizes[2]} while it trains, "
+        f"and {sizes[3]} more of host memory",
+        f"- cache of an engine: {found.cache_tokens:,.0f} tokens, or {found.cache_tokens // rollouts.longest:,.0f} responses "
+        f"of full length ({rollouts.longest} tokens with the prompt)",
+        f"- a sync: {found.weights / GB:.1f} GB; a rank receives {gathering / GB:.1f} GB; "
+        f"{sync_seconds(layout, s, machine, rollouts, dtype):.2g} s",
+    ]
+    if rollouts.engine == ON_SERVERS:
+        sent = message_bytes(s, width, rollouts.changed) * rollouts.engine_tp
+        what = "weights" if rollouts.changed is None else f"changes of {rollouts.changed:.1%} of the values"
+        lines.append(
+            f"- to each of the {rollouts.servers} servers: {sent / GB:.2f} GB of {what}; "
+            f"a process of it keeps {found.server_host / GB:.1f} GB in host memory"
+        )
+    whose = f"the engines {idle.generating:.0%} of the time, training ranks {idle.training:.0%}"
+    if rollouts.engine != ON_SERVERS and not rollouts.max_staleness:  # the two take turns on the same GPUs
+        whose = f"the GPUs {idle.generating + idle.training - 1:.0%} of the time"
+    lines += [
+        f"- idle: {whose}; a rollout takes {idle.seconds / SIMULATED:.0f} s (simulated: {rollouts.prompts} prompts x "
+        f"{rollouts.group}, a median of {lengths.median:g} tokens, {rollouts.slots} responses at a time of "
+        f"{rollouts.token_rate:g} tokens/s each)"
+    ]
+    return "\n".join(lines)
