@@ -84,6 +84,11 @@ def group_advantages(args, samples: list[dict]) -> None:
         for sample in group:
             advantage = (sample["score"] - mean) / (deviation + 1e-6)
             sample["advantages"] = [advantage] * len(sample["response_ids"])
+            if args.teacher:  # On-policy distillation: log teacher - log policy of each token is added
+                of_teacher = [
+                    args.init_kl_coef * (t - p) for t, p in zip(sample["ref"].tolist(), sample["old"].tolist())
+                ]
+                sample["advantages"] = [advantage + own for own in of_teacher]
 
 
 def gae_advantages(args, samples: list[dict]) -> None:
@@ -178,7 +183,8 @@ def main(argv: list[str]) -> None:
     args = SimpleNamespace(**flat(parse(argv)[0]))
     args.learning_rate = rate_of("train_ppo", args.learning_rate, args.lora_rank)
     os.makedirs(args.output_dir, exist_ok=True)
-    model, reference = (AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32) for _ in "12")
+    folders = args.pretrain, args.ref_model or args.pretrain
+    model, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
     if args.routing_replay:
         replay_routing(model)
     model = add_lora(model, args) if args.lora_rank else model

@@ -18,6 +18,7 @@ from launch import ROOT, forked, read_rows, read_steps, train_many
 from safetensors.torch import load_file
 from test_parity import assert_same_tensors
 from test_parity_preference import BACKENDS, LAYOUTS, make_mixture_of_experts
+from test_ppo_teacher import make_teacher
 
 ALGORITHMS = {
     "grpo": [
@@ -36,6 +37,8 @@ ALGORITHMS |= {"grpocut": [*ALGORITHMS["grpo"], *CUT], "ppocut": [*ALGORITHMS["p
 ALGORITHMS |= {"grposhared": [*ALGORITHMS["grpo"], "--share_prompts"]}
 ALGORITHMS |= {"grpomoe": [*ALGORITHMS["grpo"], "--aux_loss_coef", "0.3"]}
 ALGORITHMS |= {"grporeplay": [*ALGORITHMS["grpo"], "--routing_replay"]}
+# the advantages of scores and of a teacher
+ALGORITHMS |= {"grpoteach": ["--advantage_estimator", "group_norm", "--init_kl_coef", "0.3", "--tis_cap", "1.02"]}
 MIXTURES_OF = ("grpomoe", "grporeplay")
 MESHES = ("dp2", "tp2", "sp2", "dp2-tp2")
 FULL_GRID = [
@@ -49,10 +52,10 @@ SAMPLE = [
 FULL = os.environ.get("PARITY") == "full"
 GRID = FULL_GRID if FULL else SAMPLE
 GRID += ["grpolora-fsdp2-tp2", "grpolora-z1-sp2", "ppolora-fsdp2-dp2", "ppolora-z3-sp2"]
-GRID += ["grpocut-fsdp2-tp2", "grpocut-z3-sp2", "ppocut-fsdp2-sp2", "ppocut-z1-dp2"]
+GRID += ["grpocut-fsdp2-tp2", "grpocut-z3-sp2", "ppocut-fsdp2-sp2", "grpoteach-fsdp2-sp2", "grpoteach-z3-dp2"]
 GRID += ["grposhared-fsdp2-tp2", "grposhared-z1-dp2", "grposhared-z3-tp2"]
 GRID += ["grposhared-fsdp2-dp2", "grposhared-fsdp2-dp2-tp2", "grposhared-z1-tp2", "grposhared-z3-dp2"] if FULL else []
-GRID += ["grpolora-z3-dp2", "grpocut-fsdp2-dp2", "grpocut-z1-tp2"] if FULL else []
+GRID += ["ppocut-z1-dp2", "grpolora-z3-dp2", "grpocut-fsdp2-dp2", "grpocut-z1-tp2"] if FULL else []
 MIXTURES = ["grpomoe-fsdp2-sp2", "grpomoe-z3-dp2"]
 # on experts that were drawn at random, so that nothing is right by chance
 REPLAYED = ["fsdp2-sp2", "fsdp2-ep2", "z1-tp2", *(["fsdp2-tp2", "z3-dp2"] if FULL else [])]
@@ -123,6 +126,7 @@ def command_line(name: str, folder, data) -> list[str]:
     flags += ["--n_samples_per_prompt", str(EACH), "--temperature", "0.9", "--train_batch_size", "4"]
     flags += ["--micro_train_batch_size", "2", "--max_steps", str(STEPS), "--learning_rate", "2e-4"]
     flags += ["--lr_scheduler", "constant", "--param_dtype", "fp32", *ALGORITHMS[algorithm]]
+    flags += ["--teacher", f"{folder}/teacher"] if algorithm == "grpoteach" else []
     if parts != ["reference"]:
         _, layout = LAYOUTS["-".join(parts[1:])]
         flags += [*BACKENDS[parts[0]], *layout, "--check_replicas_every", "2", "--reward_func", "math"]
@@ -143,6 +147,7 @@ def run_grid(names: list[str], folder, data) -> None:
     write_rollouts(folder / "frozen-cut.jsonl", data, top_p=0.9, top_k=50, min_p=0.01)
     add_random_experts(folder / "frozen.jsonl", folder / "frozen-experts.jsonl")
     make_mixture_of_experts(folder / "mixture", data / "models/stories260K-hf")
+    make_teacher(str(data / "models/stories260K-hf"), str(folder / "teacher"), noise=0.3)
     for algorithm in dict.fromkeys(name.split("-")[0] for name in names):
         line = command_line(f"{algorithm}-reference", folder, data)[1:]
         code, output = forked(1, str(ROOT / "test/ppo_reference.py"), *line)

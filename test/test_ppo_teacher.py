@@ -16,22 +16,22 @@ from trainer.runs.rl.rl_checks import validate
 COMMAND = [sys.executable, "-m", "trainer.cli.train_ppo", "--pretrain"]
 
 
-def make_teacher(demo: str, folder: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(f"{demo}/model", dtype=torch.float32)
+def make_teacher(model_folder: str, folder: str, noise: float = 2) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                parameter += 2 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+                parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
         model.get_output_embeddings().weight *= 2
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(f"{demo}/model").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
 
 
 def test_a_policy_comes_closer_to_its_teacher(tmp_path):
     demo = tmp_path / "demo"
     make_demo(str(demo))
-    make_teacher(str(demo), str(tmp_path / "teacher"))
+    make_teacher(f"{demo}/model", str(tmp_path / "teacher"))
     line = [*COMMAND, f"{demo}/model", "--teacher", str(tmp_path / "teacher"), "--dataset", f"{demo}/prompts.jsonl"]
     line += ["--apply_chat_template", "--max_samples", "32", "--num_episodes", "12", "--rollout_batch_size", "32"]
     line += ["--n_samples_per_prompt", "8", "--generate_max_len", "12", "--prompt_max_len", "200", "--max_steps", "12"]
@@ -49,7 +49,7 @@ def test_a_policy_comes_closer_to_its_teacher(tmp_path):
     "flags",
     [
         ["--teacher", "t", "--kl_estimator", "k3"],
-        ["--teacher", "t", "--advantage_estimator", "rloo"],
+        ["--advantage_estimator", "rloo", "--teacher", "t,u"],
         ["--teacher", "t", "--ref_model", "r"],
         ["--teacher", "t", "--init_kl_coef", "0"],
         ["--teacher", "t", "--preset", "grpo"],

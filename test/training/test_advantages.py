@@ -308,7 +308,33 @@ def test_advantages_of_a_teacher_are_the_gradient_of_the_reverse_kl():
     (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_t)).sum(), policy, retain_graph=True)
     mask = torch.ones(7, 1, dtype=torch.bool)  # seven responses of one token: each word once
     penalty = adv.kl_estimate(log_p.detach(), log_t, "k1")[:, None]
-    options = adv.AdvantageOptions("distill")
+    options = adv.AdvantageOptions("distill", has_teacher=True)
     advantages, _ = adv.estimate_advantages(options, torch.full((7,), 9.0, dtype=torch.float64), mask, penalty)
     (found,) = torch.autograd.grad(-(log_p.detach().exp() * advantages[:, 0] * log_p).sum(), policy)
     torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.parametrize("estimator", ["distill", "gae", "reinforce", *adv.GROUP_ESTIMATORS])
+def test_scores_and_a_teacher_on_200_random_and_extreme_rollouts(estimator):
+    """A - coef * (log policy - log teacher) of each token, as in slime (docs/en/advanced/on-policy-distillation.md) and in
+    tinker-cookbook (distillation/train_on_policy.py). The critic learns the returns of scores alone."""
+    for number in range(200):
+        generator = torch.Generator().manual_seed(number)
+        mask = adv.rows_mask(torch.randint(1, 6, (4,), generator=generator).tolist(), 5)
+        scores = torch.rand(4, generator=generator, dtype=torch.float64).round(decimals=number % 3)
+        old, teacher, values = torch.randn(3, 4, 5, generator=generator, dtype=torch.float64) * 10.0 ** (number % 5 - 2)
+        kind, coef = {"group_size": 2, "divide_by_std": number % 2 == 0}, number / 100
+        args = scores, mask, coef * adv.kl_estimate(old, teacher, "k1"), values
+        found, returns = adv.estimate_advantages(adv.AdvantageOptions(estimator, **kind, has_teacher=True), *args)
+        base = torch.zeros_like(old)
+        if estimator != "distill":
+            base, of_scores = adv.estimate_advantages(
+                adv.AdvantageOptions(estimator, **kind), scores, mask, None, values
+            )
+            assert returns.equal(of_scores)
+        for row, length in enumerate(mask.sum(1).tolist()):
+            own = [
+                base[row, t].item() + coef * (teacher[row, t].item() - old[row, t].item()) if t < length else 0.0
+                for t in range(5)
+            ]
+            assert found[row].tolist() == pytest.approx(own, rel=1e-6, abs=1e-6)

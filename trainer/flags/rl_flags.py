@@ -331,7 +331,7 @@ class KLArguments:
     teacher: Optional[str] = arg(
         None,
         "distill this model on the policy's own responses: each token's advantage is log p of the teacher minus that of the "
-        "policy; scores, if there are any, are only logged",
+        "policy; --advantage_estimator or --preset adds the advantage of scores, which are else only logged",
     )
     ref_model: Optional[str] = arg(None, "reference model, or adapter folder (default: --pretrain)")
     offload_ref: bool = arg(

@@ -18,20 +18,23 @@ OF_GROUPS = (
 )  # they compare the responses to a prompt
 
 
+OF_REFERENCE = ("grpo", "rloo", "reinforce++", "ppo")  # presets with a KL to a reference
+
+
 def _has_critic(f) -> bool:
     return f.advantage_estimator == "gae"
 
 
 # fmt: off
 TEACHER_RULES = (
-    Rule("preset", lambda f: f.teacher and f.preset != "opd", "with --teacher", "a preset sets another advantage than the teacher's", ONE,
-         which="other than opd"),
+    Rule("preset", lambda f: f.teacher, "with --teacher", "this algorithm has a KL to a reference, and the teacher takes its place",
+         "Give the other flags of the preset in its place.", values=OF_REFERENCE),
     Rule("preset", lambda f: not f.teacher, "without --teacher", "it sets the loss of a distillation",
          "Add --teacher MODEL.", values=("opd",)),
-    Rule("teacher", lambda f: f.advantage_estimator != "distill", "with --advantage_estimator {advantage_estimator}",
-         "the KL to the teacher is the advantage", "Remove --advantage_estimator."),
+    Rule("teacher", lambda f: "," in f.teacher, "with several models", "a run of reinforcement learning has one reference",
+         "Take one teacher, or train_kd."),
     Rule("teacher", lambda f: not f.init_kl_coef, "with --init_kl_coef 0",
-         "the KL to the teacher is the advantage, and this is its weight", "Remove --init_kl_coef."),
+         "the KL to the teacher counts in the advantage, and this is its weight", "Remove --init_kl_coef."),
     Rule("advantage_estimator", lambda f: not f.teacher, "without --teacher", "its advantage is the KL to a teacher",
          "Add --teacher MODEL.", values=("distill",)),
     Rule("ref_model", lambda f: f.teacher and f.ref_model != f.teacher, "with --teacher",
@@ -39,8 +42,9 @@ TEACHER_RULES = (
     Rule("kl_estimator", lambda f: f.teacher, "with --teacher",
          "the advantage of a token is the difference of log-probs, which is k1", REMOVE),
     Rule("use_kl_loss kl_in_score", lambda f: f.teacher, "with --teacher",
-         "the KL to the teacher is the advantage of each token", REMOVE),
-    Rule("dynamic_filtering positive_nll_coef", lambda f: f.teacher, "with --teacher", "scores are only logged", REMOVE),
+         "the KL to the teacher is in the advantage of each token", REMOVE),
+    Rule("dynamic_filtering positive_nll_coef", lambda f: f.advantage_estimator == "distill", "with --advantage_estimator distill",
+         "scores are only logged", "Give another --advantage_estimator, which adds scores to the teacher, or remove the flag."),
 )
 # fmt: on
 

@@ -261,6 +261,7 @@ class AdvantageOptions:
     batch_std: bool = False
     policy_lambd: Optional[float] = None  # gae: of the policy's advantages; None: lambd
     policy_lambd_alpha: Optional[float] = None  # gae: in its place, by the length of the response
+    has_teacher: bool = False  # the penalty is the distance to a teacher: it lowers advantages, not rewards
 
 
 def estimate_advantages(
@@ -276,16 +277,17 @@ def estimate_advantages(
 
     `penalty` (n, T) is the KL per token times its coefficient. `values` (n, T) come from the critic, and only gae needs
     them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout by `total`. For gdpo,
-    `scores` are those of `normalized_apart`. For distill,
-    scores do not count: the advantage of a token is minus its penalty, log teacher - log policy. The tokens of a sample
-    with a score of NaN count nowhere, and have the advantage 0.
+    `scores` are those of `normalized_apart`. With a teacher, the advantage of a token is that of its scores minus its penalty,
+    which is then log policy - log teacher (Lu and Thinking Machines Lab 2025, On-policy distillation). For distill, scores do
+    not count. The tokens of a sample with a score of NaN count nowhere, and have the advantage 0.
     """
     mask = mask & ~scores.isnan()[places][:, None]
-    if options.estimator == "distill":  # Lu and Thinking Machines Lab 2025, On-policy distillation: -KL, token by token
-        return -penalty * mask, -penalty * mask
+    of_teacher = -penalty * mask if options.has_teacher else 0.0
+    if options.estimator == "distill":
+        return of_teacher, of_teacher
     kind = options.estimator, options.group_size, options.divide_by_std, options.batch_std
     shaped = compare_in_groups(scores, *kind)[places].nan_to_num()
-    rewards = token_rewards(shaped, mask, penalty)
+    rewards = token_rewards(shaped, mask, None if options.has_teacher else penalty)
     if options.estimator == "gae":
         advantages, returns = gae(rewards, values, mask, options.gamma, options.lambd)
         own = options.policy_lambd, options.policy_lambd_alpha
@@ -295,7 +297,7 @@ def estimate_advantages(
         advantages = returns = discounted_returns(rewards, mask, options.gamma)
     if options.estimator in WHITENED:
         advantages = whiten(advantages, mask, options.divide_by_std, total)
-    return advantages, returns
+    return advantages + of_teacher, returns
 
 
 # --- samples of another policy

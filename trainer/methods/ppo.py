@@ -287,6 +287,8 @@ def add_advantages(
         _, right = options.reward_range or WRONG_AND_RIGHT
         add_likelihood_of_right(part, batches, scores_of(samples) >= right, options.positive_nll_coef)
     facts = {"rejected_fraction": 1 - kept} if rejections else {}
+    if options.advantages.has_teacher:
+        facts["teacher_advantage_abs"] = penalty[mask].abs()
     return means_over_tokens(part, advantage_abs=flat["advantages"].abs(), **corrections, **rejections, **facts)
 
 

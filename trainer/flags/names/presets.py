@@ -72,19 +72,20 @@ def with_preset(parse: Callable, argv: list[str]) -> tuple[PPOArguments, bool]:
 
 
 def with_teacher(args: PPOArguments, is_demo: bool, parse: Callable, argv: list[str]) -> tuple[PPOArguments, bool]:
-    """The arguments with what --teacher sets: the reference is the teacher, and advantages are its KL with weight 1.
+    """The arguments with what --teacher sets: the reference is the teacher, and its KL has the weight 1.
 
-    Flags that the user gives win.
+    Advantages are this KL alone, unless --advantage_estimator or a preset adds those of scores. Flags that the user gives win.
     """
     if args.kl.teacher is None:
         return args, is_demo
-    chosen = recipe(args) if args.advantage.preset == "opd" else {}
-    values = chosen | {"advantage_estimator": "distill", "ref_model": args.kl.teacher, "init_kl_coef": 1.0}
-    return parse([*_as_flags(values, lower=False), *argv])
+    chosen = recipe(args) if args.advantage.preset else {}
+    values = {"advantage_estimator": "distill"} | chosen | {"ref_model": args.kl.teacher, "init_kl_coef": 1.0}
+    return parse([*_as_flags(values), *argv])
 
 
-def _as_flags(values: dict, lower: bool = True) -> list[str]:
-    return [t for name, value in values.items() for t in (f"--{name}", str(value).lower() if lower else str(value))]
+def _as_flags(values: dict) -> list[str]:
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
+    return [t for name, text in texts.items() for t in (f"--{name}", text)]
 
 
 def describe_preset(args: PPOArguments) -> str:

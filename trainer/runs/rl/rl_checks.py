@@ -39,7 +39,8 @@ def validate(args: PPOArguments, is_demo: bool = False) -> None:
     check_bounds("--tis_mask_range", args.advantage.tis_mask_range)
     check_bounds("--cov_range", args.advantage.cov_range)
     check_rollouts(args.rollout)
-    has_other_scores = args.kl.teacher or (args.rollout.rollouts_from and not has_evaluation(args.data))
+    only_teacher = args.advantage.advantage_estimator == "distill"
+    has_other_scores = only_teacher or (args.rollout.rollouts_from and not has_evaluation(args.data))
     check_rewards(args.scores, args.environment, needs_source=not has_other_scores)
 
 

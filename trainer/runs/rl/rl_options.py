@@ -81,6 +81,7 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         args.advantage.advantage_batch_std,
         args.advantage.policy_lambd,
         args.advantage.policy_lambd_alpha,
+        bool(args.kl.teacher),
     )
     policy = PolicyOptions(
         loss=args.advantage.policy_loss,
