@@ -20,7 +20,7 @@ OTHERS = {  # values that a predicate may look for, besides those that a type gi
     "loss": ["kto", "simpo", "logexp", "dpo"],
     "loss_names": [("dpo",), ("simpo",)],
     "optim": ["adafactor", "muon"],
-    "preset": ["opd", "vapo"],
+    "preset": ["opd", "vapo", "grpo", "rloo", "reinforce++", "ppo"],
     "ref_model": ["another"],
     "policy_loss": ["reinforce", "sapo", "gspo"],
     "lr_scheduler": ["constant", "linear"],
