@@ -388,6 +388,36 @@ def test_an_empty_set(name, content, tmp_path):
     assert error.where == f"--dataset {tmp_path / name}" and error.found == "no rows"
 
 
+CURED = {
+    "FILE.tsv": "q\ta\nx\t007\n",
+    "FILE.parquet": [[("role", "user"), ("content", "x")], [("role", "assistant"), ("content", "007")]],
+    "FILE.arrow": [[("role", "user"), ("content", "x")], [("role", "assistant"), ("content", "007")]],
+}
+
+
+@pytest.mark.parametrize("name", CURED)
+def test_a_kind_that_is_not_read_comes_with_a_command_that_writes_one_that_is(name, tmp_path):
+    if isinstance(CURED[name], str):
+        (tmp_path / name).write_text(CURED[name])
+    else:
+        table = pa.table({"messages": pa.array([CURED[name]], pa.list_(pa.map_(pa.string(), pa.string())))})
+        if name.endswith("parquet"):
+            pq.write_table(table, tmp_path / name)
+        else:
+            with pa.OSFile(str(tmp_path / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table)
+    error = error_of(tmp_path / name)
+    assert "\n" not in str(error)
+    command = error.instead.removeprefix("Write its rows as .jsonl: ")
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, cwd=tmp_path, check=True)
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "007"}]
+    expected = {"q": "x", "a": "007"} if name.endswith("tsv") else {"messages": messages}
+    assert load(tmp_path / "FILE.jsonl").to_list() == [expected]
+    for other, word in (("x.json5", "json5.load"), ("x.xlsx", "read_excel"), ("x.csv.gz", "Unpack it first")):
+        (tmp_path / other).write_text("x")
+        assert word in error_of(tmp_path / other).instead
+
+
 def test_what_is_not_there(tmp_path):
     for name in (tmp_path / "no.jsonl", "./no.csv", "data/no.parquet", "a/b/c/d"):
         error = error_of(name)
@@ -397,9 +427,8 @@ def test_what_is_not_there(tmp_path):
 
 
 def test_files_of_the_wrong_kind(tmp_path):
-    for name in ("x.doc", "x.csv.gz"):
-        (tmp_path / name).write_text("text")
-        assert ".jsonl" in error_of(tmp_path / name).allowed
+    (tmp_path / "x.doc").write_text("text")
+    assert ".jsonl" in error_of(tmp_path / "x.doc").allowed
     (tmp_path / "x.parquet").write_text("no parquet")
     error = error_of(tmp_path / "x.parquet")
     assert error.where.endswith("x.parquet") and "cannot be read" in error.found

@@ -4,6 +4,8 @@ A file in `public_shapes` has rows, and what they mean: [role, text, 1 if it is 
 """
 
 import json
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
@@ -289,6 +291,33 @@ def test_numbers_of_few_bits_are_no_text(kind, tmp_path):
         else:
             with pytest.raises(UserError, match=r"row 1: column answer: 0\.(1|09).*the number as a text"):
                 tokenize_sft(rows, tokenizer_of("BPE"), **COMMON | FLAGS["sft"])
+
+
+def test_a_number_of_64_bits_with_the_digits_of_32_is_as_written(tmp_path):
+    """0.1 with 32 bits has these digits. Written as text, or as a decimal of a column, they are meant."""
+    digits = "0.10000000149011612"
+    (tmp_path / "x.jsonl").write_text(f'{{"question": "a", "answer": {digits}}}\n')
+    pq.write_table(pa.table({"question": ["a"], "answer": [float(digits)]}), tmp_path / "x.parquet")
+    pq.write_table(pa.table({"question": ["a"], "answer": [Decimal(digits)]}), tmp_path / "y.parquet")
+    wanted = expected("BPE", [["user", "a", 0], ["assistant", digits, 1]])
+    labels = {"apply_chat_template": True, "label_key": "answer", "needs_labels": True}
+    for name in ("x.jsonl", "x.parquet", "y.parquet"):
+        rows = load_rows(str(tmp_path / name), flag="--dataset", split="train")
+        [sample], _ = tokenize_sft(rows, tokenizer_of("BPE"), **COMMON | FLAGS["sft"])
+        assert (sample["input_ids"], sample["loss_mask"]) == wanted, name
+        [prompt], _ = tokenize_prompts(rows, tokenizer_of("BPE"), **COMMON | FLAGS["prompt"] | labels)
+        assert prompt["label"] == digits
+    for value in (date(2026, 1, 2), b"12"):
+        pq.write_table(pa.table({"question": ["a"], "answer": [value]}), tmp_path / "z.parquet")
+        rows = load_rows(str(tmp_path / "z.parquet"), flag="--dataset", split="train")
+        with pytest.raises(UserError, match=r"row 1: --label_key answer: .* \(allowed: a text\)"):
+            tokenize_prompts(rows, tokenizer_of("BPE"), **COMMON | FLAGS["prompt"] | labels)
+    reward = pa.array([{"ground_truth": 0.1}], pa.struct([("ground_truth", pa.float32())]))
+    pq.write_table(pa.table({"question": ["a"], "reward": reward}), tmp_path / "w.parquet")
+    rows = load_rows(str(tmp_path / "w.parquet"), flag="--dataset", split="train")
+    with pytest.raises(UserError, match=r"row 1: --label_key reward\.ground_truth: 0\.1.*the number as a text"):
+        labels["label_key"] = "reward.ground_truth"
+        tokenize_prompts(rows, tokenizer_of("BPE"), **COMMON | FLAGS["prompt"] | labels)
 
 
 def test_numbers_and_labels_of_a_csv_file(tmp_path):

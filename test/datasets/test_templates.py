@@ -269,3 +269,30 @@ def test_arguments_of_a_row_are_those_of_the_template_for_this_row():
         UserError, match="row 1: column chat_template_kwargs: the chat template has no argument 'depth'"
     ):
         tokenize_sft(rows, tiny(template), **flags)
+
+
+def test_one_of_several_templates_is_named_and_chosen(tmp_path):
+    """A program sets a list, and a folder has a file for each. Rows without tools take the default one."""
+    other = CHATML.replace("<|im_start|>", "<|im_start|>*")
+    named = [{"name": "default", "template": CHATML}, {"name": "other", "template": other}]
+    tokenizer, options = tiny(), {"flag": "--dataset", "max_len": 512, "input_key": None, "output_key": None}
+    options |= {"input_template": None, "train_on": None, "pretrain_mode": False, "apply_chat_template": False}
+    rows = datasets.Dataset.from_list([{"messages": TALK}])
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "other.jinja").write_text(other)
+    folder = AutoTokenizer.from_pretrained(tmp_path)
+    assert set(folder.chat_template) == {"default", "other"}
+    wanted = render_chat(tiny(), TALK, multiturn=False)
+    tokenizer.chat_template = named
+    for found in (tokenizer, folder):
+        [sample], ledger = tokenize_sft(rows, found, **options)
+        assert (sample["input_ids"], sample["loss_mask"]) == wanted
+        assert "rows without tools: chat template 'default' of default, other" in ledger.lines
+    load_chat_template("other", folder)
+    assert folder.chat_template == other
+    for templates, word in ((named[1:], "multiple chat templates"), ([CHATML], "a list of something else")):
+        tokenizer.chat_template = templates
+        with pytest.raises(UserError, match=word) as error:
+            tokenize_sft(rows, tokenizer, **options)
+        assert "\n" not in str(error.value)

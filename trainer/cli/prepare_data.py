@@ -69,7 +69,7 @@ def run(argv: list[str]) -> None:
     from trainer.datasets.samples.prepared import OPTIONS
     from trainer.models.model_bounds import bounds_of
     from trainer.models.model_loading import resolve_model_folder
-    from trainer.runs.run_data import files_in_errors, load_sets_of, options_of_sft, with_files
+    from trainer.runs.run_data import files_in_errors, load_sets_of, note_unknown_names, options_of_sft, with_files
     from trainer.runs.run_setup import prepared_tokenizer
 
     data = args.data
@@ -88,6 +88,7 @@ def run(argv: list[str]) -> None:
     sizes["bounds"] = bounds_of(folder, remote_code)
     with files_in_errors(*named):
         ledger = prepare_rows(rows, tokenizer, target, options_of(args), **sizes)
+    note_unknown_names(print, data, [(ledger, *named[2:])])
     print(f"{with_files(ledger.report('data'), *named)}\nwritten to {target}")
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -80,19 +81,35 @@ def kind_of(value: Any) -> str:
     return f"{'an' if kind == 'object' else 'a'} {kind}"
 
 
-def text_value(value: Any, where: str, numbers: bool = False) -> str:
-    """A text. With `numbers`, also that of a number as its file has it. Raises UserError for another value."""
+def narrow_columns(features: Any) -> tuple[str, ...]:
+    """The columns of numbers with fewer than 64 bits, also inside objects (`a.b`). No features: none is known."""
+    found: list[str] = []
+    for name, feature in (features or {}).items():
+        if isinstance(feature, dict):
+            found += [f"{name}.{key}" for key in narrow_columns(feature)]
+        elif getattr(feature, "dtype", None) in ("float16", "float32"):
+            found.append(name)
+    return tuple(found)
+
+
+def text_value(value: Any, where: str, numbers: bool = False, narrow: bool = False) -> str:
+    """A text. With `numbers`, also that of a number as its file has it. Raises UserError for another value.
+
+    `narrow`: its column has fewer than 64 bits, so a number that they do not hold exactly has other digits now.
+    """
     if isinstance(value, str):
         return value
     if numbers and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
+    if numbers and isinstance(value, Decimal) and value.is_finite():
+        return f"{value:f}"  # its column has this many digits
     if (
         numbers
         and isinstance(value, float)
         and math.isfinite(value)
         and not value.is_integer()
         and "e" not in repr(value)
-        and not _is_widened(value)
+        and not (narrow and _is_widened(value))
     ):
         return repr(value)
     if isinstance(value, dict):

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.comma_separated import names_in
 from trainer.datasets.files.image_files import has_images
-from trainer.datasets.files.loading import load_rows, place_of_row
+from trainer.datasets.files.loading import columns_of_sets, load_rows, place_of_row
 from trainer.datasets.files.mixing import parse_probs
 from trainer.datasets.files.set_names import names_of_sets
 from trainer.datasets.images.image_processor import PixelLimits
@@ -151,7 +151,9 @@ def load_sets(
         report(setup, samples, ledger, "training data", data, seed, *trained)
     shown = shortened(render(samples[0], setup.tokenizer))
     strategy.print(f"first sample{', loss tokens in [[ ]]' * ('[[' in shown)}:", shown)  # prompts have no loss tokens
+    read = [(ledger, *trained)]
     if not has_evaluation(data):
+        note_unknown_names(strategy.print, data, read, streaming)
         return samples, None, ledger
     evaluated = (data.eval_dataset, data.eval_split, "--eval_dataset") if data.eval_dataset else trained
     with files_in_errors(data, seed, *evaluated):
@@ -162,6 +164,7 @@ def load_sets(
             how = f"--eval_fraction {data.eval_fraction:g}, seed {seed}"
             strategy.print(f"evaluation: {taken:,} of {num_rows:,} rows ({how})")
         report(setup, eval_samples, eval_ledger, "evaluation data", data, seed, *evaluated)
+    note_unknown_names(strategy.print, data, [*read, (eval_ledger, *evaluated)], streaming)
     return samples, eval_samples, ledger
 
 
@@ -175,6 +178,27 @@ def report(
     elif not has_images(samples):  # their positions are not those of the tokens
         ledger.lines += check_bounds(samples, setup.tokenizer, flag, bounds)
     setup.strategy.print(with_files(ledger.report(name), data, seed, names, split, flag))
+
+
+def note_unknown_names(say: Callable, data: DataArguments, read: list[tuple], streaming: bool = False) -> None:
+    """Warn of a name of --ignore_columns that no column and no key of a message had.
+
+    `read` has (ledger, names, split, flag) of each set. With `streaming`, the first rows of --dataset are known.
+    """
+    if any(ledger.left_out is None for ledger, *_ in read):
+        return  # rows of prepare_data: it has warned
+    given, known = [data.ignore_columns], set()
+    for ledger, names, _, flag in read:
+        own = own_flags_of(data, names, flag)
+        given += [flags.get("ignore_columns") for flags in own]
+        known |= ledger.left_out
+    unknown = {name for text in given for name in names_in(text)} - known
+    for _, names, split, flag in read if unknown else ():
+        if not streaming or flag == "--eval_dataset":
+            unknown -= columns_of_sets(names, flag, split, own_flags_of(data, names, flag))
+    if unknown:
+        nowhere = f"no column and no key of a message has this name{' in the first rows' * streaming}"
+        say(f"WARNING: --ignore_columns {', '.join(sorted(unknown))}: {nowhere}, so nothing is left out")
 
 
 def shortened(text: str) -> str:

@@ -20,10 +20,32 @@ def chat_template(tokenizer: Any, tools: list | None = None) -> str:
     """The template that renders a conversation with or without tools. Raises UserError if there is none."""
     if not tokenizer.chat_template:
         raise UserError("--apply_chat_template", "the tokenizer has no chat template", f"a template via {FLAG}")
+    if isinstance(tokenizer.chat_template, list):
+        getattr(tokenizer, "of_texts", tokenizer).chat_template = templates_by_name(tokenizer)
     try:
         return tokenizer.get_chat_template(tools=tools)
     except ValueError as error:
         raise UserError("--apply_chat_template", " ".join(str(error).split()), f"a template via {FLAG}") from None
+
+
+def templates_by_name(tokenizer: Any) -> dict[str, str]:
+    """The templates of a tokenizer with several of them, else {}. A program may set a list, as its file has it."""
+    found = tokenizer.chat_template
+    if not isinstance(found, list):
+        return found if isinstance(found, dict) else {}
+    try:
+        return {one["name"]: one["template"] for one in found}
+    except (KeyError, TypeError):
+        allowed = "a text, or a list of objects with name and template"
+        raise UserError("--pretrain", "its chat template is a list of something else", allowed) from None
+
+
+def note_of_choice(tokenizer: Any, tools: list | None) -> set[str]:
+    """The line that names which of several templates renders a conversation, with or without tools."""
+    template, named = chat_template(tokenizer, tools), templates_by_name(tokenizer)
+    chosen = next((name for name in named if named[name] == template), None)
+    rows = "rows with tools" if tools else "rows without tools"
+    return {f"{rows}: chat template {chosen!r} of {', '.join(sorted(named))}"} if chosen else set()
 
 
 def render(

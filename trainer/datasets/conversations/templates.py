@@ -24,7 +24,7 @@ from trainer.datasets.conversations.control_tokens import (
 from trainer.datasets.conversations.difference_masks import REMEDY, difference_spans
 from trainer.datasets.conversations.lost_characters import lost_letters
 from trainer.datasets.conversations.messages import TRAIN
-from trainer.datasets.conversations.rendering import FLAG, chat_template, render
+from trainer.datasets.conversations.rendering import FLAG, chat_template, note_of_choice, render, templates_by_name
 from trainer.datasets.conversations.shown_texts import check_shown
 from trainer.datasets.conversations.tool_arguments import fit_arguments
 from trainer.datasets.rows import json_text
@@ -62,9 +62,7 @@ def prepare_tokenizer(tokenizer: Any, template: str | None, arguments: str | Non
 
 def _check_arguments(tokenizer: Any, values: dict, where: str) -> None:
     """Check that the chat template names each argument, and that the run does not set it. Raises UserError."""
-    texts = (
-        tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {"": tokenizer.chat_template or ""}
-    )
+    texts = templates_by_name(tokenizer) or {"": tokenizer.chat_template or ""}
     unused = [name for name in values if not any(re.search(rf"\b{re.escape(name)}\b", t) for t in texts.values())]
     if unused or (taken := RESERVED & values.keys()):
         found = (
@@ -103,18 +101,22 @@ def arguments_of_row(tokenizer: Any, value: Any) -> Iterator[None]:
 
 def load_chat_template(value: str | None, tokenizer: Any) -> None:
     """Set tokenizer.chat_template to the template of a name, a file, or a Jinja text. None keeps the tokenizer's own.
+    A name is that of one of the tokenizer's own templates, or of ours.
 
     Raises: UserError for a file that does not exist, and for a text that is not a valid Jinja template.
     """
     if value is None:
         return
     template, names = value, [*training_templates.names(), *training_templates.PLAIN]
-    if value in names:
+    own = templates_by_name(tokenizer)
+    if value in own:
+        template = own[value]
+    elif value in names:
         template = training_templates.PLAIN.get(value) or training_templates.read(value)
         _check_marks(value, template, tokenizer)
     elif not _is_jinja(value):
         if not os.path.isfile(value):
-            known = ", ".join(names)
+            known = ", ".join([*own, *names])
             found = f"{value!r} is neither a name, nor a file, nor a Jinja template"
             raise UserError(FLAG, found, f"a path, a text with {{{{ or {{%, or one of {known}")
         try:
@@ -211,9 +213,11 @@ def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None = Non
 
 
 def notes_of_template(tokenizer: Any, tools: list | None = None) -> set[str]:
-    """The warning for a template whose prompts lose their end where they are tokenized without an answer (Strip)."""
+    """Which of several templates is used, and the warning for one whose prompts lose their end where they are tokenized
+    without an answer (Strip)."""
+    chosen = note_of_choice(tokenizer, tools)
     if not changes_texts(tokenizer):
-        return set()
+        return chosen
     normalizer = repr(getattr(tokenizer, "of_texts", tokenizer).backend_tokenizer.normalizer)
     key = (chat_template(tokenizer, tools), repr(getattr(tokenizer, "template_args", None)), bool(tools), normalizer)
     if key not in _ends:
@@ -223,7 +227,7 @@ def notes_of_template(tokenizer: Any, tools: list | None = None) -> set[str]:
         except UserError:  # a template may refuse this conversation but accept the rows
             text = ""
         _ends[key] = notes_of_end(tokenizer, text, opens=False)
-    return _ends[key]
+    return chosen | _ends[key]
 
 
 def _check_shown(tokenizer: Any, messages: list[dict], tools: list | None, text: str) -> None:

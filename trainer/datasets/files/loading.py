@@ -95,6 +95,13 @@ def places_of_rows(
         return paths, joined([datasets.Dataset.from_dict(columns) for columns in counted], odds, seed)
 
 
+def columns_of_sets(names: str, flag: str, split: str, own: Sequence[dict[str, Any]] = ()) -> set[str]:
+    """The names of all columns of the sets. `own`: for each set its own flags, in which `split` counts."""
+    with quiet():
+        sets = _load_sets(names_of_sets(names, flag), flag, split, None, own=own)
+    return {name for rows in sets for name in rows.column_names}
+
+
 def _load_sets(
     paths: list[str],
     flag: str,

@@ -27,10 +27,21 @@ def explain(error: Exception, kind: str, names: list[str], where: str) -> UserEr
         fault = (find_fault(name) if find_fault else None) or (find_bytes_fault(name) if kind in TEXTS else None)
         if fault:
             return _fault_error(where, name, *fault)
+    if cure := cure_of_map(error, kind):
+        return UserError(where, "a column of the type map, which the datasets library cannot read", instead=cure)
     causes = f"{one_line(error)} {one_line(error.__cause__)}"
     if "corresponds to no data" in causes or "No columns to parse" in causes:
         return UserError(where, "no rows")
     return UserError(where, f"cannot be read: {one_line(error.__cause__ or error)}")
+
+
+def cure_of_map(error: BaseException, kind: str) -> str:
+    """How to write a file with a map, such as Spark's, without one; "" for another error of the datasets library."""
+    is_map = any("Arrow type map<" in str(cause) for cause in (error, error.__cause__))
+    table = "pq.read_table('FILE.parquet')" if kind == "parquet" else "pa.ipc.open_stream('FILE.arrow').read_all()"
+    code = f"import json, pyarrow as pa, pyarrow.parquet as pq; rows = {table}.to_pylist(maps_as_pydicts='strict'); "
+    code += "[print(json.dumps(row, default=str)) for row in rows]"
+    return f'Write its rows as .jsonl: python -c "{code}" > FILE.jsonl' if is_map else ""
 
 
 def find_bytes_fault(path: str) -> tuple[str, str] | None:

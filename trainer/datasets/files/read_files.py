@@ -9,7 +9,7 @@ from trainer.datasets.files.csv_files import read_csv_files
 from trainer.datasets.files.input_checks import check_files
 from trainer.datasets.files.json_files import read_json_files
 from trainer.datasets.files.read_faults import explain
-from trainer.datasets.files.set_names import COMPRESSED, FORMATS, LINES, kind_of_file
+from trainer.datasets.files.set_names import COMPRESSED, FORMATS, LINES, cure_of, kind_of_file
 from trainer.errors import UserError
 
 
@@ -17,6 +17,8 @@ def read_files(files: dict[str, list[str]], where: str) -> dict[str, datasets.Da
     """Read the rows of each split from its files. All files have one format."""
     names = [name for split in files.values() for name in split]
     kinds = {kind_of_file(name) for name in names}
+    if cure := next((cure for name in names if not kind_of_file(name) and (cure := cure_of(name))), None):
+        raise UserError(where, "this kind of file is not read", instead=cure)
     if None in kinds or len(kinds) > 1:
         found = "unknown kind of file" if None in kinds else f"files of several kinds: {', '.join(sorted(kinds))}"
         allowed = f"{', '.join([*FORMATS, *LINES])}; {', '.join(COMPRESSED)} may follow .json and .jsonl"

@@ -17,6 +17,14 @@ FORMATS = {
 }
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")  # after .json and .jsonl
 LINES = {".txt": "text"}  # each line is a row with the column `text`; only if the file is named, not in a folder
+# how to write other kinds of files
+TO_JSONL = "to_json('FILE.jsonl', orient='records', lines=True)"
+CURES = {
+    ".tsv": f"Write its rows as .jsonl: python -c \"import pandas as pd; pd.read_csv('FILE.tsv', sep='\\t', dtype=str, keep_default_na=False).{TO_JSONL}\"",
+    ".xlsx": f"Write its rows as .jsonl: python -c \"import pandas as pd; pd.read_excel('FILE.xlsx', dtype=str, keep_default_na=False).{TO_JSONL}\"",
+    ".json5": "Write it as JSON: python -c \"import json, json5; json.dump(json5.load(open('FILE.json5')), open('FILE.json', 'w'))\"",
+}
+CURES |= dict.fromkeys(COMPRESSED, "Unpack it first: only .json and .jsonl are read packed")
 HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<config>[\w.-]+))?")
 FIRST_ROWS = re.compile(r"(?P<path>.+)#(?P<rows>[1-9]\d*)")  # data.jsonl#500
 
@@ -52,6 +60,11 @@ def local_paths(name: str) -> tuple[list[str], int | None]:
         path = first["path"]
     paths = [path] if os.path.exists(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
     return paths, first and int(first["rows"])
+
+
+def cure_of(name: str) -> str:
+    """How to write a file of an unknown kind as one that is read, or ""."""
+    return CURES.get(os.path.splitext(name.lower())[1], "")
 
 
 def hub_name(name: str) -> re.Match | None:

@@ -15,6 +15,7 @@ from trainer.comma_separated import names_in
 from trainer.datasets.files.input_checks import check_file
 from trainer.datasets.files.line_files import Lines
 from trainer.datasets.files.mixing import joined, parse_probs
+from trainer.datasets.files.read_faults import cure_of_map
 from trainer.datasets.files.tar_files import open_tar_files
 from trainer.datasets.library import one_line
 from trainer.datasets.rows import DECODER
@@ -142,6 +143,8 @@ def _open(files: list[str], where: str) -> datasets.IterableDataset:
             return Lines(data_files=patterns, **own).as_streaming_dataset(split="train")
         return datasets.load_dataset(kind, data_files=patterns, split="train", streaming=True)
     except Exception as error:  # of any type: the library's message says what is wrong
+        if cure := cure_of_map(error, kind):
+            raise UserError(where, "a column of the type map", instead=cure) from None
         raise UserError(where, f"cannot be read: {one_line(error)}", ALLOWED) from None
 
 

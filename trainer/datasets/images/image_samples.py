@@ -170,7 +170,7 @@ def _with_image_counts(ledger: Ledger, samples: Dataset, num_unfit: int) -> Ledg
         "num_samples_with_images": int((columns["num_images"] > 0).sum()),
         "num_unfit": num_unfit,
     }
-    return Ledger(ledger.counts | counts, ledger.sentence + SENTENCE, ledger.lines)
+    return dataclasses.replace(ledger, counts=ledger.counts | counts, sentence=ledger.sentence + SENTENCE)
 
 
 class _ImageMapping:

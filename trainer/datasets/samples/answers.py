@@ -17,9 +17,9 @@ from trainer.datasets.conversations.tokens import (
     prompt_and_answer,
     whole_text,
 )
-from trainer.datasets.samples.ledger import Ledger, control_note, keep
+from trainer.datasets.samples.ledger import Ledger, keep, ledger_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
-from trainer.datasets.shapes.notes import NOTE, lines_of
+from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.row_reader import ReadRow, RowReader, reader_of
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
@@ -59,7 +59,7 @@ def answer_options(
     prompt_flag, *answer_flags = keys
     reader = reader_of(
         task,
-        columns,
+        rows,
         chat=apply_chat_template,
         prompt_key=prompt_key,
         answer_keys=tuple(answer_keys),
@@ -125,7 +125,9 @@ def keep_answers(
     """
     facts = samples.with_format("numpy").select_columns(["fate", "truncated", *totals.values()])[:]
     kept, all_fates = facts["fate"] == KEPT, list(facts["fate"])
-    ledger = Ledger(
+    ledger = ledger_of(
+        samples,
+        flag,
         {
             "num_rows": len(samples),
             **{f"num_{fate.replace(' ', '_')}": all_fates.count(fate) for fate in fates},
@@ -134,7 +136,6 @@ def keep_answers(
             **{name: int(facts[column][kept].sum()) for name, column in totals.items()},
         },
         sentence,
-        lines_of(samples) + control_note(samples, flag),
     )
     if not kept.any():
         wanted = {IDENTICAL: "answers that differ", EMPTY: "answers that are not empty"}

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from datasets import Dataset
 
+from trainer.datasets.shapes.notes import summary_of
+
 
 @dataclass
 class Ledger:
@@ -16,6 +18,8 @@ class Ledger:
     counts: dict[str, int]  # as stored in metrics.jsonl and certificate.json
     sentence: str  # for str.format
     lines: list[str] = field(default_factory=list)  # how rows were read, and what of them is not used
+    # names of --ignore_columns that rows have; None: not known, as with rows of prepare_data
+    left_out: set[str] | None = field(default=None, compare=False)
 
     def __getitem__(self, name: str) -> int:
         return self.counts[name]
@@ -26,6 +30,12 @@ class Ledger:
     def report(self, name: str) -> str:
         """The summary of the set `name`, then how its rows were read."""
         return "\n".join([f"{name}: {self.summary()}", *self.lines])
+
+
+def ledger_of(samples: Dataset, flag: str, counts: dict[str, int], sentence: str) -> Ledger:
+    """The ledger with what the notes of tokenized rows say. `flag` names the rows."""
+    lines, left_out = summary_of(samples)
+    return Ledger(counts, sentence, lines + control_note(samples, flag), left_out)
 
 
 def control_note(samples: Dataset, flag: str) -> list[str]:

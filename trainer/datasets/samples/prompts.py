@@ -12,7 +12,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.lost_characters import note_lost
 from trainer.datasets.conversations.messages import tools_of
-from trainer.datasets.conversations.rendering import chat_template
+from trainer.datasets.conversations.rendering import chat_template, note_of_choice
 from trainer.datasets.conversations.templates import arguments_of_row, render_prompt
 from trainer.datasets.conversations.tokens import (
     TOKENIZER_VERSION,
@@ -23,11 +23,11 @@ from trainer.datasets.conversations.tokens import (
 )
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, kind_of, lookup, text_value, within
-from trainer.datasets.samples.ledger import Ledger, control_note, keep
+from trainer.datasets.samples.ledger import Ledger, keep, ledger_of
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
-from trainer.datasets.shapes.notes import NOTE, lines_of
+from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.row_reader import PROMPT, ReadRow, RowReader, reader_of
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
@@ -71,7 +71,7 @@ def tokenize_prompts(
         "num_samples": int(kept.sum()),
         "num_tokens": int(lengths[kept].sum()),
     }
-    ledger = Ledger(counts, SENTENCE, lines_of(prompts) + control_note(prompts, flag))
+    ledger = ledger_of(prompts, flag, counts, SENTENCE)
     if not kept.any():
         raise UserError(flag, f"no prompt is left ({ledger.summary()})", f"prompts of up to {max_len} tokens")
     return keep(prompts.remove_columns(["control_tokens", NOTE]), kept), ledger
@@ -112,7 +112,7 @@ def tokens_of_prompts(
     check_keys(rows.column_names, flag, {"--input_key": key, "--label_key": label_key})
     reader = reader_of(
         PROMPT,
-        rows.column_names,
+        rows,
         chat=apply_chat_template,
         ignored=ignore_columns,
         system=system,
@@ -179,13 +179,18 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, fl
     with within(f"{flag} row {index + 1}"):
         row = options.reader.read(row)
         label = lookup(row.columns, options.label_key) if options.label_key else None
-        if isinstance(label, (int, float)) and not isinstance(label, bool):  # as an answer of train_sft
-            label = text_value(label, f"--label_key {options.label_key}", numbers=True)
+        if not isinstance(label, (str, bool, list, dict, type(None))):  # as an answer of train_sft
+            label = text_value(
+                label,
+                f"--label_key {options.label_key}",
+                numbers=True,
+                narrow=options.label_key in options.reader.narrow,
+            )
         prompt_ids = (_chat_prompt if row.chat else _text_prompt)(row, tokenizer, options)
     note_lost(row.notes, tokenizer, row.data(), prompt_ids)
     return {
         "prompt_ids": prompt_ids,
-        "label": label if label is None or isinstance(label, str) else json.dumps(label),
+        "label": label if label is None or isinstance(label, str) else json.dumps(label, default=str),
         "num_tokens": len(prompt_ids),
         "digest": digest_of(prompt_ids),
         "row": index,
@@ -207,6 +212,7 @@ def _chat_prompt(row: ReadRow, tokenizer: Any, options: _Options) -> list[int]:
     if messages[-1]["role"] == "assistant":
         raise UserError(row.where["prompt"], "ends with an assistant message", "a prompt that the model answers")
     with arguments_of_row(tokenizer, row.get(TEMPLATE_ARGS)):
+        row.notes.facts |= note_of_choice(tokenizer, tools)
         return render_prompt(tokenizer, messages, tools)
 
 

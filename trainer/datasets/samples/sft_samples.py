@@ -29,12 +29,12 @@ from trainer.datasets.conversations.tokens import (
 from trainer.datasets.files.image_files import COLUMN
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, within
-from trainer.datasets.samples.ledger import Ledger, control_note, keep
+from trainer.datasets.samples.ledger import Ledger, keep, ledger_of
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.prepared import checked, is_prepared
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, CONVERSATIONS, MORE, PROMPTS, TEMPLATE_ARGS
-from trainer.datasets.shapes.notes import NOTE, lines_of
+from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.row_reader import NEEDED, SFT, ReadRow, RowReader, reader_of
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
@@ -83,7 +83,9 @@ def tokenize_sft(
     """
     samples = tokens_of(rows, _tokens, tokenizer, flag=flag, max_len=max_len, **flags)
     only_warns = allow_no_stop or part.is_evaluation
-    return with_loss(part.of(samples), flag, max_len, only_warns)
+    samples, ledger = with_loss(part.of(samples), flag, max_len, only_warns)
+    ledger.left_out = None if is_prepared(rows) else ledger.left_out  # prepare_data has said so
+    return samples, ledger
 
 
 def _tokens(
@@ -118,7 +120,7 @@ def tokenize_rows(
     pretrain_mode, and rows with nothing but a text: the text and eos, with loss on all tokens.
     Samples over max_len tokens are cut on the right, without eos.
     """
-    options = options_of(rows.column_names, tokenizer, flag, **flags)
+    options = options_of(rows, tokenizer, flag, **flags)
     key = [TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options)]
     facts = {"tokenizer": tokenizer, "options": options, "flag": flag, "first_row": first_row}
     cache = {"folder": "trainer_sft", "key": key, "features": sft_features()}
@@ -126,7 +128,7 @@ def tokenize_rows(
 
 
 def options_of(
-    columns: list[str],
+    rows: Any,
     tokenizer: Any,
     flag: str,
     *,
@@ -140,14 +142,18 @@ def options_of(
     ignore_columns: str | None = None,
     system: str | None = None,
 ) -> _Options:
-    """Decide how rows become samples, and check the flags against the columns. Raises UserError."""
+    """Decide how rows become samples, and check the flags against the columns. Raises UserError.
+
+    `rows` have column_names, and features where they are known.
+    """
+    columns = rows.column_names
     if tokenizer.eos_token_id is None:
         raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
     named = input_key is not None or output_key is not None
     is_texts = named and output_key is not None and not apply_chat_template
     reader = reader_of(
         SFT,
-        columns,
+        rows,
         chat=True if apply_chat_template else False if is_texts and not pretrain_mode else None,
         ignored=ignore_columns,
         system=system,
@@ -181,7 +187,7 @@ def with_loss(samples: Dataset, flag: str, max_len: int, allow_no_stop: bool) ->
         "num_loss_tokens": total("num_loss_tokens"),
         "num_stop_trained": total("stop_trained", kept),  # samples with a loss on a token that ends an answer
     }
-    ledger = Ledger(counts, SENTENCE, lines_of(samples) + control_note(samples, flag))
+    ledger = ledger_of(samples, flag, counts, SENTENCE)
     if not kept.any():
         empty, cut = total("empty"), len(samples) - total("empty")
         wanted = (

@@ -14,13 +14,13 @@ from typing import Any
 
 from trainer.datasets.batches.global_batches import GlobalBatch, GlobalBatchLoader, epoch_order
 from trainer.datasets.files.image_files import COLUMN
-from trainer.datasets.files.stream_rows import BrokenRow, parsed
+from trainer.datasets.files.stream_rows import LINE, BrokenRow, parsed
 from trainer.datasets.library import one_line
 from trainer.datasets.samples.bounds import Bounds, check_sample
 from trainer.datasets.samples.ledger import Ledger, note_of_controls
 from trainer.datasets.samples.prepared import PREPARED
 from trainer.datasets.samples.sft_samples import SENTENCE, check_stops, options_of, tokenize_row
-from trainer.datasets.shapes.notes import NOTE, lines_of_notes
+from trainer.datasets.shapes.notes import NOTE, summary_of_notes
 from trainer.errors import UserError
 
 CONTROL = "{num_control_tokens} rows hold control tokens, read as plain text"
@@ -82,7 +82,8 @@ class SampleStream:
         for column, cure in ((COLUMN, "rows of text"), (PREPARED, "the folder of prepare_data")):
             if column in self.column_names:
                 raise UserError("--streaming", f"with a column {column}", f"{cure}, or a run without --streaming")
-        self.options = options_of(self.column_names, tokenizer, flag, **options)
+        self.features = None if LINE in (rows.features or {}) else rows.features
+        self.options = options_of(self, tokenizer, flag, **options)
         self.ledger, self._first, notes = Ledger(empty_counts(), f"streamed, so far {SENTENCE}; {CONTROL}"), None, []
         all_cut, controls = True, []
         for row in islice(self.read(start_of_epoch(0)), PEEKED):
@@ -92,7 +93,8 @@ class SampleStream:
             all_cut = all_cut and bool(row["truncated"] or not row["num_loss_tokens"])
             self._first = self._first or (row if row["num_loss_tokens"] else None)
         first = [f"{flag} {place}" for place in places(sorted(controls)[:3])]
-        lines = lines_of_notes(notes) + note_of_controls(len(controls), first)
+        lines, self.ledger.left_out = summary_of_notes(notes)
+        lines += note_of_controls(len(controls), first)
         lines += check_stops(self.ledger.counts, all_cut, flag, allow_no_stop)
         self.ledger.lines = [f"first rows: {line}" for line in lines]
         if not self._first:

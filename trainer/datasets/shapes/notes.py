@@ -12,36 +12,40 @@ SHOWN = 10  # characters that are dropped
 
 @dataclass
 class Notes:
-    """What is known of one row. `facts` are whole sentences, `lost` characters that the tokenizer drops."""
+    """What is known of one row. `facts` are whole sentences, `lost` characters that the tokenizer drops.
+
+    `left_out` are the names of --ignore_columns that the row has, as columns or as keys of messages.
+    """
 
     shape: str = ""
     columns: set[str] = field(default_factory=set)  # not used
     keys: set[str] = field(default_factory=set)  # of messages and their parts, not used
     facts: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)
 
     def as_text(self) -> str:
         """The note as a column has it. Few different notes exist in a set."""
-        sets = (self.columns, self.keys, self.lost)
+        sets = (self.columns, self.keys, self.lost, self.left_out)
         return SEPARATOR.join([self.shape, *(", ".join(sorted(names)) for names in sets), *sorted(self.facts)])
 
 
-def lines_of(samples: Any) -> list[str]:
-    """The lines for the start of a run, from the notes of tokenized rows."""
-    return lines_of_notes(name for batch in samples.select_columns([NOTE]).iter(10_000) for name in batch[NOTE])
+def summary_of(samples: Any) -> tuple[list[str], set[str]]:
+    """`summary_of_notes` for the notes of tokenized rows."""
+    return summary_of_notes(name for batch in samples.select_columns([NOTE]).iter(10_000) for name in batch[NOTE])
 
 
-def lines_of_notes(notes: Iterable[str]) -> list[str]:
-    """The lines for the notes of some rows."""
+def summary_of_notes(notes: Iterable[str]) -> tuple[list[str], set[str]]:
+    """The lines for the start of a run, and what `left_out` of some rows has together."""
     shapes: Counter = Counter()
-    columns, keys, lost, facts, num_lossy = set(), set(), set(), set(), 0
+    columns, keys, lost, left_out, facts, num_lossy = set(), set(), set(), set(), set(), 0
     for note, count in Counter(notes).items():
-        shape, *names = note.split(SEPARATOR) if note else [""] * 4
+        shape, *names = note.split(SEPARATOR) if note else [""] * 5
         shapes[shape] += count
-        for found, own in zip((columns, keys, lost), names):
+        for found, own in zip((columns, keys, lost, left_out), names):
             found |= set(own.split(", ")) - {""}
         num_lossy += count * bool(names[2])
-        facts |= set(names[3:])
+        facts |= set(names[4:])
     shapes.pop("", None)
     total = sum(shapes.values())
     lines = [shape if count == total else f"{count} of them: {shape}" for shape, count in shapes.items()]
@@ -52,4 +56,4 @@ def lines_of_notes(notes: Iterable[str]) -> list[str]:
     if lost:
         first = " ".join(sorted(lost)[:SHOWN]) + " ..." * (len(lost) > SHOWN)
         lines.append(f"WARNING: the tokenizer drops these characters, in {num_lossy} rows: {first}")
-    return lines + sorted(facts)
+    return lines + sorted(facts), left_out

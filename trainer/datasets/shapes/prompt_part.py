@@ -13,6 +13,7 @@ from trainer.datasets.shapes.columns import (
     MORE,
     PROMPTS,
     SYSTEMS,
+    TOOLS,
     Columns,
 )
 from trainer.errors import UserError
@@ -172,3 +173,20 @@ def all_text(value: Any) -> str:
     if isinstance(value, list):
         return "\n".join(str(content_of(message) or "") for message in value)
     return value if isinstance(value, str) else ""
+
+
+def has_name(row: Any, columns: Columns, name: str) -> bool:
+    """Whether a row has this name as a column, as a key of a message that was read, or as `a.b` inside an object."""
+    head, _, rest = name.partition(".")
+    inner = row[head] if rest and head in row else None
+    if name in row or (isinstance(inner, dict) and rest in inner):
+        return True
+    read = [raw_messages(lookup(columns.row, key)) for key in columns.keys if key not in TOOLS]
+    return any(isinstance(m, dict) and name in m for value in read if isinstance(value, list) for m in value)
+
+
+def without_keys(value: Any, ignored: tuple[str, ...]) -> Any:
+    """The messages without these keys. Another value stays."""
+    if not isinstance(value, list) or not ignored:
+        return value
+    return [{k: v for k, v in m.items() if k not in ignored} if isinstance(m, dict) else m for m in value]

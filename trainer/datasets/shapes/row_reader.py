@@ -8,7 +8,7 @@ from trainer.comma_separated import names_in
 from trainer.datasets.conversations.messages import CALL, IGNORE, messages_of, role_of
 from trainer.datasets.files.image_files import COLUMN as IMAGES
 from trainer.datasets.files.image_files import FOLDER
-from trainer.datasets.rows import column_of_key, text_value
+from trainer.datasets.rows import column_of_key, narrow_columns, text_value
 from trainer.datasets.shapes.columns import (
     ANSWERS,
     BESIDE_ANSWER,
@@ -28,12 +28,14 @@ from trainer.datasets.shapes.prompt_part import (
     PromptPart,
     add_system,
     all_text,
+    has_name,
     is_answer,
     is_json_of_messages,
     is_transposed,
     prompt_part,
     raw_messages,
     texts_of,
+    without_keys,
 )
 from trainer.datasets.shapes.transcripts import is_transcript, turns_of
 from trainer.errors import UserError
@@ -95,6 +97,7 @@ class RowReader:
     has_template: bool = True  # of the tokenizer
     input_template: bool = False  # --input_template
     drop_answer: bool = False  # of prompts that end with one
+    narrow: tuple[str, ...] = ()  # columns of numbers with fewer than 64 bits
 
     def read(self, row: Any) -> ReadRow:
         """The parts of a row. Raises UserError that names the column for a row that cannot be read as a whole."""
@@ -102,7 +105,8 @@ class RowReader:
             return row
         columns, notes = Columns(row, self.ignored, self.taken), Notes()
         found = _READERS[self.task](self, columns, notes)
-        parts = {name: _without_keys(value, self.ignored) for name, value in found.parts.items()}
+        notes.left_out |= {name for name in self.ignored if has_name(row, columns, name)}
+        parts = {name: without_keys(value, self.ignored) for name, value in found.parts.items()}
         chat = found.chat or any(isinstance(value, list) for value in parts.values())
         if self.system is not None:
             parts = _with_system(parts, self.system, chat, notes)
@@ -133,14 +137,15 @@ class _Found:
     chat: bool = False
 
 
-def reader_of(task: str, columns: list[str], *, chat: bool | None, ignored: str | None = None, **facts) -> RowReader:
-    """The reader of a set with these `columns`. A system text, earlier turns or tools make all rows chats.
+def reader_of(task: str, rows: Any, *, chat: bool | None, ignored: str | None = None, **facts) -> RowReader:
+    """The reader of a set, from its columns and their types, if these are known. A system text, earlier turns or tools make all rows chats.
 
     `ignored` is the value of --ignore_columns, names with commas between them.
     """
     ignored = tuple(names_in(ignored))
-    added = [name for name in (*SYSTEMS, HISTORY, *TOOLS) if name in columns and name not in ignored]
+    added = [name for name in (*SYSTEMS, HISTORY, *TOOLS) if name in rows.column_names and name not in ignored]
     is_chat = chat is False and (added or facts.get("system") is not None)
+    facts["narrow"] = narrow_columns(getattr(rows, "features", None))
     return RowReader(task, chat=True if is_chat else chat, ignored=ignored, **facts)
 
 
@@ -175,7 +180,7 @@ def _read_sft(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
         raise UserError(prompt.where, ENDS_WITH_ANSWER, f"a conversation without {answer}, or one without an answer")
     found = _Found(
         "alpaca" if prompt.columns[:1] == ("instruction",) and answer == "output" else "",
-        {"prompt": prompt.value, "answer": _answer(columns.take(answer), where)},
+        {"prompt": prompt.value, "answer": _answer(reader, columns, answer, where)},
         {"prompt": prompt.where, "answer": where},
         [*prompt.says, (answer, "assistant")],
     )
@@ -207,13 +212,13 @@ def _read_pair(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     keys = [key if column_of_key(columns.row, key) else columns.find(names, flag)
             for key, names, flag in zip(reader.answer_keys, (CHOSEN, REJECTED), reader.answer_flags)]  # fmt: skip
     labels = [f"{flag} {key or wanted}" for flag, key, wanted in zip(reader.answer_flags, keys, reader.answer_keys)]
-    sides = [_answer(columns.take(key), label) if key else None for key, label in zip(keys, labels)]
+    sides = [_answer(reader, columns, key, label) if key else None for key, label in zip(keys, labels)]
     prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
     if keys[0] is None and keys[1] is not None:
         ends = isinstance(prompt.value, list) and bool(prompt.value) and is_answer(prompt.value[-1])
         beside = keys[1] == BESIDE_ANSWER and not ends
         if beside and (name := columns.find(ANSWERS, reader.answer_flags[0])):
-            sides[0], keys[0] = _answer(columns.take(name), f"{reader.answer_flags[0]} {name}"), name
+            sides[0], keys[0] = _answer(reader, columns, name, f"{reader.answer_flags[0]} {name}"), name
         elif isinstance(prompt.value, list):
             sides[0], keys[0] = _split_answer(prompt, sides[1])
     for side, label in zip(sides, labels):
@@ -245,7 +250,7 @@ def _read_answer(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
         name = columns.find(ANSWERS, flag)
         if name is None:
             raise UserError(flag, f"no key {key!r} in the row", ", ".join(columns.row))
-    answer = None if name is None else _answer(columns.take(name), f"{flag} {name}")
+    answer = None if name is None else _answer(reader, columns, name, f"{flag} {name}")
     return _with_answers(reader, columns, notes, prompt, {"completion": answer}, [name])
 
 
@@ -327,13 +332,16 @@ _READERS: dict[str, Callable] = {SFT: _read_sft, PAIRS: _read_pair, ANSWER: _rea
 # --- pieces
 
 
-def _answer(value: Any, where: str) -> Any:
-    """An answer: a text, the text of a number, or raw messages."""
+def _answer(reader: RowReader, columns: Columns, key: str, where: str) -> Any:
+    """The answer of a column: a text, the text of a number, or raw messages."""
+    value = columns.take(key)
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         raise UserError(where, "a list of texts", "one text, or messages")
     if isinstance(value, list) or (isinstance(value, dict) and (role_of(value) or is_transposed(value))):
         return raw_messages(value)
-    return raw_messages(value) if is_json_of_messages(value) else text_value(value, where, numbers=True)
+    if is_json_of_messages(value):
+        return raw_messages(value)
+    return text_value(value, where, numbers=True, narrow=key in reader.narrow)
 
 
 def _is_chat(reader: RowReader, prompt: PromptPart) -> bool:
@@ -380,9 +388,3 @@ def _with_system(parts: dict[str, Any], system: str, chat: bool, notes: Notes) -
         else:
             opened[name] = [{"role": "system", "content": system}, *turns]
     return parts | opened
-
-
-def _without_keys(value: Any, ignored: tuple[str, ...]) -> Any:
-    if not isinstance(value, list) or not ignored:
-        return value
-    return [{k: v for k, v in m.items() if k not in ignored} if isinstance(m, dict) else m for m in value]

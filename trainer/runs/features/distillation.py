@@ -30,7 +30,7 @@ from trainer.rollout.engines.sync import sync_weights
 from trainer.rollout.generation import generate_samples
 from trainer.rollout.placement import write_by_rank_0
 from trainer.runs.feature import Feature
-from trainer.runs.run_data import files_in_errors, load_flag_rows, text_options, with_files
+from trainer.runs.run_data import files_in_errors, load_flag_rows, note_unknown_names, text_options, with_files
 from trainer.runs.run_models import frozen_model
 from trainer.runs.run_setup import Setup
 
@@ -118,7 +118,9 @@ def write_answers(args, setup: Setup, teacher, teacher_folder: str, target: str)
     """
     strategy = setup.strategy
     prompts, ledger = rank_0_first(lambda: _prompts(args, setup.tokenizer))
+    data, _, *named = _named(args)
     strategy.print(with_files(ledger.report("prompts for the teacher"), *_named(args)))
+    note_unknown_names(strategy.print, data, [(ledger, *named)])
     options = {
         "dtype": strategy.param_dtype,
         "device": strategy.device,
