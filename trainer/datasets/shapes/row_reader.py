@@ -180,7 +180,7 @@ def _read_sft(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
         raise UserError(prompt.where, ENDS_WITH_ANSWER, f"a conversation without {answer}, or one without an answer")
     found = _Found(
         "alpaca" if prompt.columns[:1] == ("instruction",) and answer == "output" else "",
-        {"prompt": prompt.value, "answer": _answer(reader, columns, answer, where)},
+        {"prompt": prompt.value, "answer": _answer_of(reader, columns, answer, where)},
         {"prompt": prompt.where, "answer": where},
         [*prompt.says, (answer, "assistant")],
     )
@@ -212,13 +212,13 @@ def _read_pair(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     keys = [key if column_of_key(columns.row, key) else columns.find(names, flag)
             for key, names, flag in zip(reader.answer_keys, (CHOSEN, REJECTED), reader.answer_flags)]  # fmt: skip
     labels = [f"{flag} {key or wanted}" for flag, key, wanted in zip(reader.answer_flags, keys, reader.answer_keys)]
-    sides = [_answer(reader, columns, key, label) if key else None for key, label in zip(keys, labels)]
+    sides = [_answer_of(reader, columns, key, label) if key else None for key, label in zip(keys, labels)]
     prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
     if keys[0] is None and keys[1] is not None:
         ends = isinstance(prompt.value, list) and bool(prompt.value) and is_answer(prompt.value[-1])
         beside = keys[1] == BESIDE_ANSWER and not ends
         if beside and (name := columns.find(ANSWERS, reader.answer_flags[0])):
-            sides[0], keys[0] = _answer(reader, columns, name, f"{reader.answer_flags[0]} {name}"), name
+            sides[0], keys[0] = _answer_of(reader, columns, name, f"{reader.answer_flags[0]} {name}"), name
         elif isinstance(prompt.value, list):
             sides[0], keys[0] = _split_answer(prompt, sides[1])
     for side, label in zip(sides, labels):
@@ -250,7 +250,7 @@ def _read_answer(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
         name = columns.find(ANSWERS, flag)
         if name is None:
             raise UserError(flag, f"no key {key!r} in the row", ", ".join(columns.row))
-    answer = None if name is None else _answer(reader, columns, name, f"{flag} {name}")
+    answer = None if name is None else _answer_of(reader, columns, name, f"{flag} {name}")
     return _with_answers(reader, columns, notes, prompt, {"completion": answer}, [name])
 
 
@@ -332,16 +332,19 @@ _READERS: dict[str, Callable] = {SFT: _read_sft, PAIRS: _read_pair, ANSWER: _rea
 # --- pieces
 
 
-def _answer(reader: RowReader, columns: Columns, key: str, where: str) -> Any:
-    """The answer of a column: a text, the text of a number, or raw messages."""
-    value = columns.take(key)
+def _answer_of(reader: RowReader, columns: Columns, key: str, where: str) -> Any:
+    return _answer(columns.take(key), where, key in reader.narrow)
+
+
+def _answer(value: Any, where: str, narrow: bool = False) -> Any:
+    """An answer: a text, the text of a number, or raw messages. `narrow`: see `text_value`."""
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         raise UserError(where, "a list of texts", "one text, or messages")
     if isinstance(value, list) or (isinstance(value, dict) and (role_of(value) or is_transposed(value))):
         return raw_messages(value)
     if is_json_of_messages(value):
         return raw_messages(value)
-    return text_value(value, where, numbers=True, narrow=key in reader.narrow)
+    return text_value(value, where, numbers=True, narrow=narrow)
 
 
 def _is_chat(reader: RowReader, prompt: PromptPart) -> bool:
