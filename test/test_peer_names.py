@@ -9,11 +9,15 @@ import pytest
 import yaml
 from launch import ROOT
 
+from trainer.cli.__main__ import OTHERS, RANKED, run
 from trainer.errors import UserError
+from trainer.flags.names.command_names import WORDS, command_for
 from trainer.flags.names.peer_names import PEERS, ROWS
+from trainer.flags.names.presets import PRESETS
 from trainer.flags.names.suggestions import misspelled
 from trainer.flags.parse_flags import flags_of, parse_arguments
 from trainer.flags.rules import COMMANDS
+from trainer.models.losses.preference_loss import PAIR_LOSSES
 
 RECIPES = yaml.safe_load((ROOT / "test" / "recipes" / "recipes.yaml").read_text())
 FLAGS = {
@@ -131,3 +135,46 @@ def test_the_page_is_fresh():
     assert written == script.page(), "docs/coming_from.md is stale: python scripts/docs/coming_from_page.py"
     for name in {name for row in ROWS for name in row.names.split()}:
         assert f"`{name}`" in written, name
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("train", "Write: trainer sft"), ("SFT", "Write: trainer sft"), ("sftt", "Write: trainer sft"),
+        ("grpo", "Write: trainer ppo --preset grpo"), ("orpo", "Write: trainer dpo --loss orpo"),
+        ("train_kto", "Write: trainer dpo --loss kto"), ("merge-lora", "Write: trainer export"),
+        ("cpo", "(allowed: sft, rm, dpo,"), ("nonsense", "(allowed: sft, rm, dpo,"),
+    ],
+)  # fmt: skip
+def test_a_command_of_another_trainer_is_answered_with_ours(word, line):
+    with pytest.raises(UserError) as error:
+        run([word, "--max_steps", "1"])
+    assert f"{word}: no such command" in str(error.value) and line in str(error.value)
+
+
+def test_every_command_in_the_table_parses():
+    """Each translation is a command of ours, and its last value is one that the flag takes."""
+    doors = (*RANKED, *OTHERS)
+    for word in " ".join(WORDS).split():
+        command, *flags = command_for(word, doors).split()
+        assert command in doors and word not in doors, word
+        if flags:
+            taken = PRESETS if command == "ppo" else {*PAIR_LOSSES, "kto"}
+            assert flags[0] == ("--preset" if command == "ppo" else "--loss") and flags[1] in taken, word
+
+
+def test_hyphens_are_no_other_name_and_home_is_found_without_a_shell(monkeypatch, tmp_path):
+    for words, found in (
+        ("--learning-rate 1", "did you mean --learning_rate?"),
+        ("--train-file x", "no such flag; --dataset"),
+        ("--per-device-train-batch-size 2", "--train_batch_size"),
+    ):
+        with pytest.raises(UserError) as error:
+            parse_arguments(COMMANDS["train_sft"], "train_sft", words.split())
+        assert found in str(error.value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text("output_dir: ~/run\ninput_template: ~/{}\n")
+    words = ["--config", str(tmp_path / "run.yaml"), "--pretrain=~/model", "--load_checkpoint", "a~/b"]
+    args = parse_arguments(COMMANDS["train_sft"], "train_sft", words)
+    assert (args.model.pretrain, args.output.output_dir) == (f"{tmp_path}/model", f"{tmp_path}/run")
+    assert (args.data.input_template, args.checkpoint.load_checkpoint) == ("~/{}", "a~/b")

@@ -36,6 +36,11 @@ def test_ranks_start_only_for_flags_that_can_be(demo, case):
     assert code == 2 and printed[-1].startswith("error: ") and "Traceback" not in output, output[-3000:]
     assert_one_line(output, parts)
     assert ("torch" in imported) == (case == "broken line") and seconds < 30
+    if "torch" in imported:  # the first line is printed before, and once
+        [first] = [
+            place for place, line in enumerate(output.splitlines()) if line.startswith("train_sft: demo/model with")
+        ]
+        assert not any(line.endswith(" torch") for line in output.splitlines()[:first])
 
 
 def test_a_signal_to_the_command_trainer_ends_its_ranks(demo):
@@ -185,7 +190,7 @@ def test_a_folder_without_a_tokenizer_is_named(demo, tmp_path):
 
 def test_the_scale_of_an_adapter_is_for_adapters_only(demo):
     flags = ["--pretrain", str(demo / "demo/model"), "--port", "0"]
-    assert serve_train.check(flags)[1].lora.lora_alpha is None
-    assert serve_train.check([*flags, "--lora_rank", "4"])[1].lora.lora_alpha == 32
+    assert serve_train.check(flags)[0].lora.lora_alpha is None
+    assert serve_train.check([*flags, "--lora_rank", "4"])[0].lora.lora_alpha == 32
     with pytest.raises(UserError, match="--lora_alpha 32 without --lora_rank"):
         serve_train.check([*flags, "--lora_alpha", "32"])

@@ -5,6 +5,7 @@ trainer sft --nproc 2 --pretrain MODEL --dataset data.jsonl ...
 
 import contextlib
 import importlib
+import importlib.metadata
 import logging
 import os
 import signal
@@ -14,7 +15,10 @@ from typing import NoReturn
 
 from trainer.entry import EXIT_INTERRUPTED, ends_as_trainer, leave, run_command
 from trainer.errors import UserError
+from trainer.flags.names.command_names import command_for
 from trainer.help_texts import example_of
+from trainer.planning.versions import certified_line, installed, read_cards
+from trainer.runs.start_line import ANNOUNCED, announce
 
 TRAINING = {name: f"train_{name}" for name in ("sft", "rm", "dpo", "ppo", "kd")}
 RANKED = {**TRAINING, "eval": "evaluate", "serve_train": "serve_train"}  # commands that start ranks
@@ -39,17 +43,26 @@ trainer COMMAND --help   an example, and all flags
 
 
 def run(argv: list[str]) -> None:
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
+        return
+    if argv[0] in ("-V", "--version", "version"):
+        print(f"trainer {importlib.metadata.version('trainer')} ({certified_line(installed(), read_cards())[1]})")
         return
     name = RANKED.get(argv[0], argv[0])
     if name not in (*RANKED.values(), *OTHERS):
-        raise UserError(argv[0], "no such command", ", ".join((*RANKED, *OTHERS)))
+        words = command_for(argv[0], (*RANKED, *OTHERS))
+        instead = f"Write: trainer {words}" if words else ""
+        raise UserError(argv[0], "no such command", ", ".join((*RANKED, *OTHERS)), instead)
     door = importlib.import_module(f"trainer.cli.{name}")
     num_ranks, nodes, flags = split(argv[1:]) if name not in OTHERS else (1, {}, argv[1:])
     if num_ranks > 1 or nodes:
         with world_size(num_ranks, nodes):
-            door.check(flags)
+            checked = door.check(flags)
+            if not nodes:  # a person waits here, and torch is imported next
+                args = checked[0] if isinstance(checked, tuple) else checked
+                announce(door.COMMAND, args, trains=name in TRAINING.values())
+                os.environ[ANNOUNCED] = "1"
         start_ranks(f"trainer.cli.{name}", num_ranks, nodes, flags)
     else:
         sys.argv = [name, *flags]

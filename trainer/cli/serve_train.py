@@ -22,8 +22,8 @@ DEFAULT_ALPHA = 32  # that of Tinker
 PACKAGES = ("uvicorn", "starlette", "google.protobuf")
 
 
-def check(argv: list[str]) -> tuple[ServeTrainArguments, SFTArguments]:
-    """The flags of the server, and the same ones for the code of `train_sft`, checked without torch."""
+def check(argv: list[str]) -> tuple[SFTArguments, ServeTrainArguments]:
+    """The flags for the code of `train_sft`, and all flags of the server, checked without torch."""
     given = parse_arguments(ServeTrainArguments, COMMAND, argv)
     if given.model.pretrain is None:
         raise UserError("--pretrain", "missing", "a path or hub name")
@@ -39,11 +39,11 @@ def check(argv: list[str]) -> tuple[ServeTrainArguments, SFTArguments]:
     args = from_flat(SFTArguments, own)
     check_flags("train_sft", args, ("eval_loss",))
     check_files_of(args)
-    return given, args
+    return args, given
 
 
 def run(argv: list[str]) -> None:
-    given, args = check(argv)
+    args, given = check(argv)
     server = given.server
     begin(COMMAND, args, trains=False)
     # these import torch, which --help does not need, and the extra `serve`

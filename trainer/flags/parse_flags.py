@@ -5,6 +5,7 @@ Nothing here imports torch, so `--help` and a wrong flag answer at once.
 
 import dataclasses
 import math
+import os
 import re
 import typing
 from collections.abc import Iterable
@@ -23,6 +24,12 @@ from trainer.help_texts import example_of, with_default
 
 __all__ = ["arg", "flags_of", "flat", "from_flat", "group", "groups_of", "with_flags"]  # the rooms above take them here
 DEMO_DIR = "demo"
+# a path each, or several with commas; --dataset finds its files itself
+PATHS = {
+    "pretrain", "lora_adapter", "ref_model", "teacher", "reward_pretrain", "critic_pretrain", "output_dir", "save_path", "load_checkpoint",
+    "rollouts_from", "parity_dump", "parity_trace", "reward_func", "env", "judge_rubric", "tokenizer_chat_template", "sign_key",
+    "api_key", "engine_api_key", "remote_rm_api_key",
+}  # fmt: skip
 ALLOWED = {
     "PositiveInt": "an integer above 0",
     "NonNegativeInt": "an integer of 0 or more",
@@ -127,6 +134,7 @@ def _parse(groups: list[type], command: str, description: Optional[str], argv: l
     except Exception as error:  # jsonargparse raises several types, all for wrong user input
         raise _as_user_error(re.sub(r"\s+", " ", str(error)).strip(), command, fields) from None
     values = {name: _plain(vars(namespace)[name]) for name in fields}
+    values |= {name: _at_home(value) for name, value in values.items() if name in PATHS and isinstance(value, str)}
     hints = {name: hint for kind in groups for name, hint in typing.get_type_hints(kind).items()}
     return spread(values, command, {name: (field, hints[name]) for name, field in fields.items()})
 
@@ -213,6 +221,11 @@ def _plain(value):
     return value
 
 
+def _at_home(paths: str) -> str:
+    """Comma-separated paths, with `~/` as a shell has it. In `--flag=~/x` and in a file no shell has replaced it."""
+    return re.sub(r"(?:^|(?<=,))~(?=/)", lambda _: os.path.expanduser("~"), paths)
+
+
 def _value_of(words: list[str], place: int):
     """The value of a flag that the parser does not know: after its "=", or the next word."""
     _, is_joined, value = words[place].partition("=")
@@ -228,7 +241,9 @@ def _as_user_error(message: str, command: str, fields: dict[str, dataclasses.Fie
         names = list(named) or words[:1]
         if names[0].endswith((".yaml", ".yml")):
             return UserError(names[0], "a file without a flag", instead=f"Did you mean --config {names[0]}?")
-        hints = [suggestion(name.lstrip("-"), command, fields, named.get(name, GIVEN)) for name in names]
+        hints = [
+            suggestion(name.lstrip("-").replace("-", "_"), command, fields, named.get(name, GIVEN)) for name in names
+        ]
         if len(names) == 1:
             return UserError(names[0], f"no such flag; {hints[0]}")
         return UserError(f"{len(names)} flags that {command} lacks", _listed(names, hints))

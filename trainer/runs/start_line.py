@@ -18,6 +18,7 @@ from trainer.planning.versions import certified_line, installed, read_cards
 from trainer.terminal import fitted
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # of x86, of x86, of ARM, as Linux names them
+ANNOUNCED = "TRAINER_ANNOUNCED"  # a variable for ranks: the process that starts them has printed the first line
 NO_BF16 = "this CPU has no bf16 instructions"
 
 
@@ -50,11 +51,16 @@ def has_gpu() -> bool:
 
 
 def begin(command: str, args, trains: bool = True) -> None:
-    """Say what will run, then import torch and transformers, which takes seconds."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        versions = certified_line(installed(), read_cards())[1]
-        print(fitted(f"{start_line(command, args, trains)}\nimporting libraries ({versions})"), flush=True)
+    """Say what will run, unless the command `trainer` has, then import torch and transformers, which takes seconds."""
+    if int(os.environ.get("RANK", 0)) == 0 and ANNOUNCED not in os.environ:
+        announce(command, args, trains)
     quiet_libraries()
+
+
+def announce(command: str, args, trains: bool) -> None:
+    """Print what will run, and the versions of the libraries."""
+    versions = certified_line(installed(), read_cards())[1]
+    print(fitted(f"{start_line(command, args, trains)}\nimporting libraries ({versions})"), flush=True)
 
 
 def start_line(command: str, args, trains: bool = True) -> str:

@@ -59,7 +59,7 @@ def suggestion(name: str, command: str, known: Iterable[str], value: Any = GIVEN
         return _said(here, value)
     *path, leaf = name.split(".")
     means_leaf = not path or (path[-1] in SECTIONS and not FOREIGN.intersection(path))
-    if path and means_leaf and leaf in known:
+    if means_leaf and leaf in known:  # a path of verl, or hyphens in place of underscores
         return f"did you mean --{leaf}?"
     elsewhere = [f"{translation(row)} ({_of(row.commands)})" for row in exact]
     owners = [other for other, kind in COMMANDS.items() if leaf in {field.name for field, _ in flags_of(kind)}]

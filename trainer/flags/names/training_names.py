@@ -89,6 +89,8 @@ TRAINING_NAMES = (
     PeerName("use_galore use_apollo use_badam galore_rank", "LS", "", "the nearest is --optim muon or adafactor"),
     # data
     PeerName("dataset_name", "T", "--dataset"),
+    PeerName("train_file", "H", "--dataset"),
+    PeerName("validation_file", "H", "--eval_dataset"),
     PeerName("datasets", "AT", "--dataset", "in a file a list of sets, each with path and its columns; else names with commas", (SFT, *RL)),
     PeerName("data.train_files prompt_data data.prompt_dataset", "VO", "--dataset", "parquet works too"),
     PeerName("data.val_files test_datasets val_dataset", "VAS", "--eval_dataset"),
