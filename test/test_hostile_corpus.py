@@ -71,6 +71,18 @@ def sparse(name: str, size: int) -> Callable[[Path], object]:
     return make
 
 
+def hole(name: str, size: int) -> Callable[[Path], object]:
+    """A row, a part that was never written, and a row."""
+
+    def make(folder: Path) -> None:
+        with (folder / name).open("wb") as file:
+            file.write(b"a,b\n1,2\n")
+            file.seek(size)
+            file.write(b"1,2\n")
+
+    return make
+
+
 def device(name: str) -> Callable[[Path], object]:
     return lambda folder: replaced(folder / name).symlink_to("/dev/zero")
 
@@ -420,12 +432,14 @@ CASES = {
     "data: NUL bytes": Case(sparse("rows.jsonl", 1 << 20), rows("rows.jsonl"), "."),
     "data: many files": Case(many_files, rows(""), "files"),
     "data: links in a circle": Case(circle, rows(""), "files"),  # each name of x and y is a path
+    "data: hole of a TB": Case(sparse("rows.jsonl", 1 << 40), rows("rows.jsonl"), "never written"),
+    "data: hole of a TB in a CSV": Case(hole("rows.csv", 1 << 40), rows("rows.csv"), "never written"),
     "data: many columns": Case(put("rows.jsonl", json.dumps({str(n): n for n in range(9000)})), rows("rows.jsonl"), "columns"),
     "data: many columns of CSV": Case(put("rows.csv", ",".join(map(str, range(9000))) + "\n"), rows("rows.csv"), "columns"),
     "data: half a parquet": Case(put("rows.parquet", b"PAR1" + bytes(100) + b"\xff\xff\xff\x7fPAR1"), rows("rows.parquet"), "."),
     "data: half an arrow": Case(put("rows.arrow", b"ARROW1\0\0" + b"\xff" * 400), rows("rows.arrow"), "."),
     "data: archive in a name": Case(put("rows.jsonl", ROW), rows("zip://a::rows.jsonl"), "."),
-    "stream: line without an end": Case(sparse("rows.jsonl", 1 << 40), STREAMED_LINES, "row_mb"),
+    "stream: line without an end": Case(put("rows.jsonl", b"1" * (34 << 20)), STREAMED_LINES, "row_mb"),
     "stream: deep": Case(put("rows.jsonl", f'{{"messages": {DEEP}}}\n'), STREAMED_LINES, "."),
     "chat: long text": Case(put("rows.jsonl", chat("user", "1 " * (2 << 20))), CHATS, "text_mb"),
     "chat: role with a line of its own": Case(put("rows.jsonl", chat("us\nerror: x\x1b[2J", "1")), CHATS, r"us\\nerror: x\\x1b"),
@@ -460,6 +474,8 @@ CASES = {
     "model: many layers": Case(of_demo(edited("config.json", num_hidden_layers=1 << 40)), trained(), "."),
     "model: huge vocabulary": Case(of_demo(edited("config.json", vocab_size=1 << 40)), trained(), "."),
     "model: NaN in the config": Case(of_demo(edited("config.json", rms_norm_eps=float("nan"))), trained(), "."),
+    "model: list as its type": Case(of_demo(edited("config.json", model_type=["llama"])), trained(), "no model_type"),
+    "model: huge number of the padding token": Case(of_demo(edited("config.json", pad_token_id=10**30)), trained(), "adding_idx"),
     "model: NaN as dropout": Case(of_demo(edited("config.json", attention_dropout=float("nan"))), trained(), GOOD),
     "model: negative heads": Case(of_demo(edited("config.json", num_attention_heads=-4)), trained(), "."),
     "model: no heads": Case(of_demo(edited("config.json", num_attention_heads=0)), trained(), "."),
@@ -520,6 +536,7 @@ CASES = {
     "checkpoint: lock as device": Case(of_run(device(".lock")), RESUMED_THERE, "no regular file"),
     "checkpoint: metrics as device": Case(of_run(device("metrics.jsonl")), RESUMED_THERE, "no regular file"),
     "checkpoint: config as FIFO": Case(of_run(fifo("config.yaml")), RESUMED_THERE, "no regular file"),
+    "checkpoint: deep config": Case(of_run(put("config.yaml", DEEP)), RESUMED_THERE, GOOD),
     "checkpoint: metrics elsewhere": Case(
         of_run(lambda f: replaced(f / "metrics.jsonl").symlink_to("../run/metrics.jsonl")), RESUMED_THERE, "of this folder"),
     # certificates and runs

@@ -24,7 +24,7 @@ from trainer import limits
 from trainer.datasets.conversations import training_templates
 from trainer.datasets.conversations.rendering import render
 from trainer.datasets.conversations.tool_arguments import fit_arguments
-from trainer.datasets.files import image_files
+from trainer.datasets.files import image_files, json_files
 from trainer.datasets.files.input_checks import check_file
 from trainer.datasets.files.loading import load_rows
 from trainer.errors import UserError
@@ -37,6 +37,14 @@ LARGE = 40 << 20  # bytes that a bomb unpacks to here; the limit is set to 16 MB
 def small_limits(monkeypatch):
     for name, value in (("unpacked_mb", 16), ("ratio", 4), ("columns", 50), ("pixels", 1_000_000), ("template_s", 1)):
         monkeypatch.setitem(limits._raised, name, value)
+
+
+def test_a_line_without_an_end_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_files, "CHUNK_BYTES", 1024)
+    monkeypatch.setitem(limits._raised, "row_mb", 1)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"a": "x" * (3 << 20)}) + "\n")
+    with pytest.raises(UserError, match="has more than 1 MB; --limits row_mb=N raises it"):
+        load_rows(str(tmp_path / "rows.jsonl"), flag="--dataset", split="train")
 
 
 def zipped(path: Path) -> None:

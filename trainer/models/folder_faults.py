@@ -115,9 +115,9 @@ def _fault_of_config(folder: str, flag: str) -> UserError | None:
     with open(path, encoding="utf-8-sig") as file:
         config = json.load(file)
     kind = config.get("model_type")
+    if "auto_map" not in config and not isinstance(kind, str):
+        return UserError(flag, f"{path} names no model_type", "the config.json of a Hugging Face model")
     if "auto_map" not in config and kind not in CONFIG_MAPPING:
-        if not isinstance(kind, str):
-            return UserError(flag, f"{path} names no model_type", "the config.json of a Hugging Face model")
         written = config.get("transformers_version")
         found = f"{here} does not know the model_type {kind!r} of {folder}"
         return UserError(

@@ -130,7 +130,7 @@ def write_config(folder: str, config: dict, goes_on: bool) -> str:
         try:
             with open(path, encoding="utf-8") as file:
                 before = yaml.safe_load(file)
-        except (OSError, ValueError, yaml.YAMLError):
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
             before = None
         if isinstance(before, dict) and _deciding(before) == _deciding(config):
             return newest

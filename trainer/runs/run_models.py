@@ -33,7 +33,7 @@ from trainer.planning.model_page import model_page
 from trainer.runs.run_setup import Setup
 from trainer.strategies.refusals import excluded_flags
 
-LOAD_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+LOAD_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @contextlib.contextmanager

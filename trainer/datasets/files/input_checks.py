@@ -1,9 +1,11 @@
 """Data files of others, before a library reads them: regular files that do not grow to many times their size."""
 
 import bz2
+import errno
 import gzip
 import io
 import lzma
+import os
 import zipfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -40,6 +42,24 @@ def check_file(path: str, where: str, streamed: bool = False) -> None:
             _check_parquet(file, size, where)
         elif not (streamed and size > COUNTED):
             _check_packed(file, head, size, where)
+        _check_holes(file, size, where)
+
+
+def _check_holes(file: BinaryIO, size: int, where: str) -> None:
+    """Refuse a file with a long part that was never written. It takes no space on the disk, and reads as zeros."""
+    place = 0
+    try:
+        while place < size:
+            start = os.lseek(file.fileno(), place, os.SEEK_DATA)
+            if start - place > limit("row_mb") * MB:
+                break
+            place = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+        else:
+            return
+    except OSError as error:
+        if error.errno != errno.ENXIO or size - place <= limit("row_mb") * MB:  # no data behind; or it knows no holes
+            return
+    raise too_large(where, "a part that was never written and reads as zeros", "row_mb")
 
 
 def check_columns(count: int, where: str) -> None:

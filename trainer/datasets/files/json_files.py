@@ -21,6 +21,7 @@ from datasets.features.features import register_feature
 
 from trainer.datasets.files.input_checks import check_columns
 from trainer.datasets.rows import AsWritten, unique
+from trainer.limits import MB, limit
 
 READER_VERSION = "2"  # raise this if the same file would give another table: an older cache file must not be used
 CHUNK_BYTES = 64 << 20
@@ -179,7 +180,9 @@ def _tables(name: str) -> Iterator[tuple[pa.Table, datasets.Features]]:
             return
         number = 0
         while chunk := file.read(CHUNK_BYTES):
-            chunk, number = (chunk + file.readline()).removeprefix(b"\xef\xbb\xbf"), number + 1
+            if len(end := file.readline(limit("row_mb") * MB)) == limit("row_mb") * MB:
+                raise ValueError(f"a line of {name} has more than {limit('row_mb')} MB; --limits row_mb=N raises it")
+            chunk, number = (chunk + end).removeprefix(b"\xef\xbb\xbf"), number + 1
             if chunk.strip():
                 table, columns = _table_of_lines(chunk)
                 if number == 1 and len(table) == 1 and (key := list_of_rows(table)):
