@@ -262,6 +262,9 @@ STREAMED_LINES = trained("--pretrain", "{demo}/model", "--dataset", "{folder}/ro
 CHATS = trained("--pretrain", "{demo}/model", "--dataset", "{folder}/rows.jsonl")
 
 
+ENDLESS = f'{{"event": "start", "total_steps": {1 << 52}}}\n{{"step": 1, "loss": 1, "step_time": 1e299}}\n'
+
+
 def chat(role: str, content: str, **more) -> str:
     """A line of a conversation, with an answer."""
     turns = [{"role": role, "content": content}, {"role": "assistant", "content": "1"}]
@@ -278,11 +281,13 @@ def verified(folder: Path) -> str:
 
 def shown(folder: Path) -> str:
     """The page of a run, its live view and its last samples."""
+    from rich.console import Console
+
     from trainer.reports import live_view, report_page, run_rows
 
     run = run_rows.read_rows(str(folder))
     page = report_page.page([run])
-    live_view.checkpoints(str(folder))
+    Console(file=io.StringIO()).print(live_view.view(run, 100, 5.0))
     return "script runs" if "<script>alert" in page else ""
 
 
@@ -565,6 +570,7 @@ CASES = {
     "run: deep metrics": Case(of_run(put("metrics.jsonl", DEEP + "\n")), shown, "no row"),
     "run: names that are code": Case(of_run(put("metrics.jsonl", '{"step": 1, "<script>alert(1)</script>": 1}\n')), shown, GOOD),
     "run: huge numbers": Case(of_run(put("metrics.jsonl", f'{{"step": 1, "loss": {"9" * 4000}}}\n{{"step": {"9" * 4000}, "loss": 1}}\n')), shown, "no row of a run"),
+    "run: time without an end": Case(of_run(put("metrics.jsonl", ENDLESS)), shown, GOOD),
     "run: rollouts as FIFO": Case(of_run(fifo("rollouts.jsonl")), shown, GOOD),
     "rollouts: FIFO": Case(fifo("rollouts.jsonl"), rollouts, "no regular file"),
     "rollouts: device": Case(device("rollouts.jsonl"), rollouts, "no regular file"),

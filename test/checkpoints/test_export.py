@@ -5,6 +5,7 @@ Exports of checkpoints are in test_resume.py, merged adapters in test_lora.py.
 
 import json
 import re
+import struct
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.cli.export import run
 from trainer.errors import UserError
 from trainer.model_folders.folder_names import check_model_name
+from trainer.model_folders.gguf_header import check_gguf
 
 
 @pytest.mark.parametrize(
@@ -145,6 +147,44 @@ def test_a_gguf_file_becomes_a_model_folder(tmp_path):
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer("abA<|im_end|>")["input_ids"] == [66, 32, 67]
 
 
+def gguf_value(name: str, kind: int, form: str, *values) -> bytes:
+    return struct.pack(f"<Q{len(name)}sI{form}", len(name), name.encode(), kind, *values)
+
+
+GGUF_HEADERS = {  # (number of tensors, number of values, the values)
+    "array without an end": (0, 1, gguf_value("a", 9, "IQ", 4, 1 << 60)),
+    "texts without an end": (0, 1, gguf_value("a", 9, "IQ", 8, 1 << 60)),
+    "text without an end": (0, 1, gguf_value("a", 8, "Q", 1 << 63)),
+    "arrays in arrays": (0, 1, gguf_value("a", 9, "IQIQIQIQIQIQ", *[9, 1] * 6)),
+    "values without an end": (0, 1 << 60, b""),
+    "tensors without an end": (1 << 60, 0, b""),
+    "many layers": (0, 1, gguf_value("llama.block_count", 4, "I", 1 << 30)),
+    "odd kind": (0, 1, gguf_value("a", 99, "I", 0)),
+    "half a header": (0, 5, b"a"),
+    "name that is no text": (0, 1, struct.pack("<Q2sII", 2, b"\xff\xfe", 4, 0)),
+}
+
+
+@pytest.mark.parametrize("name", GGUF_HEADERS)
+def test_a_gguf_header_that_claims_more_than_its_file_is_one_line(tmp_path, name):
+    tensors, count, values = GGUF_HEADERS[name]
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, count) + values)
+    with pytest.raises(UserError, match="has a broken header, or is no GGUF file"):
+        check_gguf(str(tmp_path / "a.gguf"), "SOURCE")
+
+
+def test_a_gguf_file_of_a_model_that_it_cannot_hold_is_one_line(tmp_path):
+    model = make_model("llama")
+    as_gguf(model, tmp_path / "a.gguf", "model.layers.0.mlp.up_proj.weight")
+    width = gguf_value("llama.feed_forward_length", 4, "I", model.config.intermediate_size)
+    data, wide = (tmp_path / "a.gguf").read_bytes(), gguf_value("llama.feed_forward_length", 4, "I", 1 << 30)
+    assert data.count(width) == 1
+    (tmp_path / "a.gguf").write_bytes(data.replace(width, wide))
+    with pytest.raises(UserError, match="which it cannot hold"):
+        run([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_gguf_file_is_no_model_to_train(tmp_path):
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
     with pytest.raises(
@@ -152,6 +192,6 @@ def test_a_gguf_file_is_no_model_to_train(tmp_path):
     ):
         check_model_name(str(tmp_path / "tiny.gguf"), "--pretrain")
     pytest.importorskip("gguf")
-    with pytest.raises(UserError, match=r"SOURCE: .*tiny.gguf cannot be read"):
+    with pytest.raises(UserError, match=r"SOURCE: .*tiny.gguf has a broken header"):
         run([str(tmp_path / "tiny.gguf"), str(tmp_path / "model")])
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]

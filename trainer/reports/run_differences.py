@@ -100,7 +100,7 @@ def _shape(file, name: str) -> list[int]:
 
 def _dump_of(run: RunRows) -> str | None:
     given = (run.start.get("config") or {}).get("parity_dump")
-    folders = [os.path.join(run.folder, "parity"), *([given] if given else [])]
+    folders = [os.path.join(run.folder, "parity"), *([given] if isinstance(given, str) else [])]
     paths = (os.path.join(folder, GRADIENTS) for folder in folders)
     return next((path for path in paths if os.path.isfile(path)), None)
 

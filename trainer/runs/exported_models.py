@@ -29,6 +29,7 @@ from trainer.errors import UserError, one_line
 from trainer.limits import read_model_config
 from trainer.model_folders.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.model_folders.folder_names import INDEX, find_weights, is_gguf
+from trainer.model_folders.gguf_header import check_gguf, check_size
 from trainer.model_folders.model_folder import all_tensors, open_files
 from trainer.model_folders.model_writer import (
     EDGES,
@@ -231,9 +232,16 @@ def write_model_of_gguf(source: str, target: str, dtype: Optional[torch.dtype], 
         raise UserError("SOURCE", f"{source} is a GGUF file, and gguf is not installed", "pip install -e '.[gguf]'")
     where = {"pretrained_model_name_or_path": os.path.dirname(source), "gguf_file": os.path.basename(source)}
     options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True), "output_loading_info": True}
+    check_gguf(source, "SOURCE")
     try:
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+            tensors = all_tensors(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        check_size(sum(tensor.numel() for tensor in tensors.values()), source, "SOURCE")
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
         model, info = AutoModelForCausalLM.from_pretrained(**where, **options, trust_remote_code=False)
+    except UserError:
+        raise
     except Exception as error:  # of many types: a broken header, an architecture that transformers cannot read
         raise UserError("SOURCE", f"{source} cannot be read: {one_line(error)}") from None
     if info["missing_keys"]:
