@@ -163,6 +163,7 @@ def test_a_server_that_is_lost_costs_its_sample_only():
     ("statement", "expected"),
     [
         ("while True: sys.stdout.write('x' * 65536)", "sent a message of more than 16 MB"),
+        ("while True: print('x' * 65536, file=sys.stderr)", "gave no answer to tools/call in 3 s"),
         ("while True: print('x' * 65536)", "gave no answer to tools/call in 3 s"),
         ("while True: print(json.dumps({'jsonrpc': '2.0', 'method': 'x'}))", "gave no answer to tools/call in 3 s"),
         ("sys.stdout.close(); import os; os.close(1)", "ended"),

@@ -10,8 +10,6 @@ import contextlib
 import json
 import logging
 import math
-import os
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Optional
@@ -48,7 +46,7 @@ class MCPServer:
         self._command, self._timeout, self._env = command, timeout, env or {}
         self._lock, self._resources = threading.Lock(), contextlib.ExitStack()
         self._end = ""  # how the connection ended
-        self._errors = self._resources.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (open until `close`)
+        self._errors = b""  # the end of stderr; a file could fill the disk
         self._portal = self._resources.enter_context(start_blocking_portal())  # an event loop in a thread
         self._closing = self._portal.call(anyio.Event)
         atexit.register(self.close)  # while the portal's thread still runs
@@ -101,8 +99,7 @@ class MCPServer:
         end = f"gave no answer to {request} in {self._timeout:g} s" if isinstance(error, TimeoutError) else self._end
         if not end:
             return None
-        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - ERROR_BYTES))
-        last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+        last = self._errors.decode(errors="replace").strip().splitlines()[-1:]
         return ConnectionError(": ".join([f"MCP server {' '.join(self._command)} {end}", *last]))
 
     @contextlib.asynccontextmanager
@@ -117,11 +114,12 @@ class MCPServer:
             env=get_default_environment() | self._env,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            stderr=self._errors,
+            stderr=asyncio.subprocess.PIPE,
             limit=MAX_MESSAGE_BYTES,
         )
         arrived, to_client = anyio.create_memory_object_stream[SessionMessage](0)
         from_client, to_send = anyio.create_memory_object_stream[SessionMessage](0)
+        has_errors = anyio.Event()
 
         async def receive() -> None:
             with arrived, contextlib.suppress(anyio.BrokenResourceError):
@@ -130,8 +128,15 @@ class MCPServer:
                         with contextlib.suppress(ValueError):  # a line that is no message is left out
                             await arrived.send(SessionMessage(jsonrpc_message_adapter.validate_json(line)))
                     self._end = "ended"
+                    with anyio.move_on_after(STOP_SECONDS):  # a child of the server may hold stderr open
+                        await has_errors.wait()
                 except ValueError:  # of asyncio, for the limit
                     self._end = f"sent a message of more than {MAX_MESSAGE_BYTES >> 20} MB"
+
+        async def keep_errors() -> None:
+            while part := await process.stderr.read(1 << 16):
+                self._errors = (self._errors + part)[-ERROR_BYTES:]
+            has_errors.set()
 
         async def send() -> None:
             with to_send, contextlib.suppress(OSError):  # the server has closed its input
@@ -144,6 +149,7 @@ class MCPServer:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(receive)
                 tasks.start_soon(send)
+                tasks.start_soon(keep_errors)
                 with to_client, from_client:
                     yield to_client, from_client
                 tasks.cancel_scope.cancel()
@@ -180,7 +186,7 @@ async def _list_tools(client: Client) -> list[dict]:
             for tool in page.tools
         ]
         cursor = page.next_cursor
-        if not cursor:
+        if not cursor or len(json.dumps(found)) > MAX_MESSAGE_BYTES:
             break
     return [{"type": "function", "function": schema} for schema in found]
 

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.checkpoints.run_state import MAIN, CheckpointForm
+from trainer.checkpoints.run_state import MAIN, WRITING, CheckpointForm
 from trainer.datasets.batches.global_batches import balanced_rows, contiguous_slice, to_device
 from trainer.datasets.batches.packing import IGNORE, collate_padded
-from trainer.distributed.collectives import gather_objects, wait_for_all
+from trainer.distributed.collectives import gather_objects, together, wait_for_all
 from trainer.distributed.sharded_tensors import local_region, to_local_if_dtensor
 from trainer.errors import UserError
 from trainer.model_folders.adapter_tensors import adapter_config, initial_tensors
@@ -43,6 +43,13 @@ class Client:
     states: dict[str, dict] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     has_gradient: bool = False
+
+
+def _note(folder: str, rank: int) -> None:
+    """Write the facts of a saved model. A full disk leaves the former ones."""
+    with open(f"{folder}.{FACTS}.tmp", "w", encoding="utf-8") as file:
+        json.dump({"rank": rank}, file)
+    os.replace(file.name, f"{folder}.{FACTS}")
 
 
 class ClientModels:
@@ -194,10 +201,7 @@ class ClientModels:
         self._use(client)
         form, roles = CheckpointForm(hf_weights=for_sampler), {MAIN: (self.model, self.optimizer, self.scheduler)}
         self.strategy.save_ckpt(folder, roles, self.tokenizer, state={}, form=form).finish()
-        if self.strategy.is_rank_0():
-            with open(f"{folder}.{FACTS}", "w", encoding="utf-8") as file:
-                json.dump({"rank": client.rank}, file)
-        wait_for_all()
+        together(lambda: _note(folder, client.rank) if self.strategy.is_rank_0() else None, *WRITING)
         return {"path": path, "type": kind}
 
     def delete(self, folder: str) -> None:
