@@ -209,6 +209,8 @@ WRONG = {
     "step raised ZeroDivisionError: division by zero": broken(lambda response: 1 / 0),
     "step raised SystemExit": broken(lambda response: exit(3)),
     "step, row 1: returned str yes": broken("yes"),
+    "step, row 1: returned tuple (False, 1.0)": broken((False, 1.0)),  # a reward at the place of `done`
+    "step, row 1: returned tuple ([{'role'": broken((ASKED, True)),
     "step, row 1: is not done and gives no messages": broken((1.0, False)),
     "step, row 1: reward: score nan": broken((float("nan"), True)),
     "step, row 1: messages message 1: no role": broken([{"content": "x"}]),

@@ -185,6 +185,9 @@ FUNCTIONS = {
         "    return [1e308, -1e308]",
         "score 1e+308 for response 1 of 2 (allowed: finite numbers from -1e+15 to 1e+15)",
     ),
+    "one text": ("    return '10'", "gave str 10"),
+    "a dict": ("    return {0: 1.0, 1: 0.5}", "gave dict {0: 1.0, 1: 0.5}"),
+    "a set": ("    return {0.0, 1.0}", "gave set {0.0, 1.0}"),
     "std": ("    return [1, 2], {'std': 1}", "metric std, a name that the log has for the scores"),
 }
 

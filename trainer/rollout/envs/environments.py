@@ -266,16 +266,19 @@ def read_step(value: Any) -> Step:
     """
     if isinstance(value, Step):
         return value
+    given = value
     if isinstance(value, tuple) and len(value) == 5:
         observation, reward, terminated, truncated, _ = value
         value = (_observed(observation), reward, bool(terminated or truncated))
     if isinstance(value, list):
         value = (value, 0.0, False)
-    elif isinstance(value, tuple) and len(value) == 2:
-        value = (value[0], value[1], False) if isinstance(value[0], list) else (None, *value)
-    if not (isinstance(value, tuple) and len(value) == 3 and value[2] in (True, False)):
-        found = f"returned {type(value).__name__} {' '.join(str(value).split())[:60]}"
-        raise UserError("", found, "messages, (reward, done), or (messages, reward, done)")
+    elif isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], list):
+        value = (None, *value)
+    elif isinstance(value, tuple) and len(value) == 2 and not _is_truth(value[1]):  # (messages, done) has no reward
+        value = (*value, False)
+    if not (isinstance(value, tuple) and len(value) == 3 and _is_truth(value[2])):
+        found = f"returned {type(given).__name__} {' '.join(str(given).split())[:60]}"
+        raise UserError("", found, "messages, (messages, reward), (reward, done), or (messages, reward, done)")
     messages, reward, done = value
     [reward], _ = check_scores("reward", [reward], 1)
     if done:
@@ -284,6 +287,11 @@ def read_step(value: Any) -> Step:
     if not messages or any(message["role"] == "assistant" for message in messages):
         raise UserError("", "is not done and gives no messages for the model", "messages of the roles user and tool")
     return Step(messages, reward)
+
+
+def _is_truth(value: Any) -> bool:
+    """Whether this is True or False, also of numpy. The number 1.0 is a reward at the place of `done`."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"
 
 
 def _observed(observation: Any) -> list[dict]:

@@ -10,7 +10,7 @@ import numbers
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,6 +34,7 @@ FLAG = "--reward_func"
 OWN = "reward_func"  # the function of a file, if none is named
 LARGEST_SCORE = 1e15  # gradients grow with scores, and their squares must have room in fp32
 TOKEN_FACTS = ("prompt_ids", "response_ids", "completion_ids", "raw_responses")  # passed to arguments of these names
+UNORDERED = (str, bytes, Mapping, Set)  # no list of scores, though Python reads numbers from "10", {0: 1.0} and {1, 0}
 GROUPS = "groups"  # a function with this argument gets all responses to a prompt at once
 THREADS = 8  # that ask about single responses, after a call of all of them was too slow
 # a column with one of these names is not passed
@@ -323,6 +324,8 @@ def check_scores(where: str, result: Any, count: int) -> tuple[list[float], dict
 
 def _numbers(where: str, values: Any, count: int) -> list[float]:
     try:
+        if isinstance(values, UNORDERED):
+            raise TypeError
         found = [float(value) for value in values]
     except OverflowError:
         raise UserError(where, "gave a number beyond the range of a float", "finite numbers") from None
