@@ -5,11 +5,15 @@ import copy
 import pytest
 import torch
 from tiny_models import make_model
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from trainer.compare.zoo.zoo_models import tiny_config
+from trainer.datasets.batches.packing import collate_packed, collate_padded, model_inputs
 from trainer.errors import UserError
 from trainer.model_parallel.expert_parallel import forward_of_part
+from trainer.models.attention.varlen import register_varlen_attention
+from trainer.models.layers.activations import recompute_layers
 from trainer.models.layers.compiled import compile_layers
 from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.fsdp2 import FSDP2Strategy
@@ -24,6 +28,27 @@ def test_every_decoder_layer_and_nothing_else_is_compiled(architecture):
     compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
     assert compiled == [f"model.layers.{number}" for number in range(model.config.num_hidden_layers)]
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("collate", [collate_padded, collate_packed])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_other_lengths_compile_nothing_again(monkeypatch, collate, checkpointing):
+    """The second length makes code for every length. The backend only keeps the graphs, which are counted here."""
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_module(module, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    model, graphs = make_model("qwen3").train(), []
+    if collate is collate_packed:
+        model.config._attn_implementation = register_varlen_attention()
+    if checkpointing:
+        recompute_layers(model)
+    compile_layers(model)
+    for lengths in ((17, 9), (33, 12), (20, 5), (48, 7)):
+        samples = [{"input_ids": list(range(3, 3 + length)), "loss_mask": [1] * length} for length in lengths]
+        model(**model_inputs(collate(samples, 0))).logits.sum().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] < graphs[1] == graphs[2] == graphs[3], graphs
 
 
 def test_a_compiled_mixture_computes_the_same_whatever_the_number_of_tokens():
