@@ -84,6 +84,10 @@ FEATURES = {
     "LoRA, FSDP2": Feature("--lora_rank 8", every_step=False, needs="peft"),
     "LoRA, ZeRO 3": Feature(f"{ZERO} 3 --lora_rank 8", every_step=False, needs="peft"),
     "QLoRA": Feature(f"{ZERO} 2 --lora_rank 8 --load_in_4bit", every_step=False, tolerance=0.2, needs="bitsandbytes"),
+    "QLoRA, FSDP2": Feature("--lora_rank 8 --load_in_4bit", every_step=False, tolerance=0.2, needs="bitsandbytes"),
+    "Muon": Feature("--optim muon", every_step=False),
+    "not deterministic": Feature("--packing_samples --deterministic false"),  # FlashAttention 3, where it is installed
+    "compiled, lengths differ": Feature("--compile --max_tokens_per_micro_batch 256"),
     "DPO": Feature("", "train_dpo", "pairs.jsonl", every_step=False, first_loss=math.log(2)),
     "DPO, reference offloaded": Feature("--ref_offload", "train_dpo", "pairs.jsonl", False, math.log(2)),
     "GRPO": Feature(PPO, "train_ppo", "prompts.jsonl", every_step=False, first_loss=math.nan),
