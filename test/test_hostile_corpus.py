@@ -291,6 +291,26 @@ def shown(folder: Path) -> str:
     return "script runs" if "<script>alert" in page else ""
 
 
+def facts(folder: Path) -> None:
+    """Of a folder that prepare_data wrote."""
+    from trainer.datasets.samples.prepared import _facts_of
+
+    _facts_of(str(folder), "--dataset")
+
+
+def exported(folder: Path) -> None:
+    from trainer.runs.exported_models import export
+
+    export(str(folder), f"{folder}_out")
+
+
+def judged(folder: Path) -> None:
+    """A run that goes on reads the scores that its judge gave."""
+    from trainer.rollout.rewards.judge import Cache
+
+    assert Cache(str(folder), 0, 10).get("a") == (0.5,)
+
+
 def rollouts(folder: Path) -> None:
     from trainer.rollout.rollouts_file import read_rollouts
 
@@ -482,6 +502,7 @@ CASES = {
     "model: list as its type": Case(of_demo(edited("config.json", model_type=["llama"])), trained(), "no model_type"),
     "model: huge number of the padding token": Case(of_demo(edited("config.json", pad_token_id=10**30)), trained(), "adding_idx"),
     "model: NaN as dropout": Case(of_demo(edited("config.json", attention_dropout=float("nan"))), trained(), GOOD),
+    "model: end token that is an object": Case(of_demo(edited("generation_config.json", eos_token_id={"a": 1})), trained(), GOOD),
     "model: negative heads": Case(of_demo(edited("config.json", num_attention_heads=-4)), trained(), "."),
     "model: no heads": Case(of_demo(edited("config.json", num_attention_heads=0)), trained(), "."),
     "model: index outside": Case(of_demo(index(a="../demo/model/model.safetensors")), trained(), "outside"),
@@ -530,6 +551,9 @@ CASES = {
     "adapter: deep": Case(lambda f: (put("adapter_config.json", DEEP)(f), put("adapter_model.safetensors", tensors({}))(f)), adapter, "."),
     "adapter: base outside": Case(lambda f: (put("adapter_config.json", '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "evil/name"}')(f), put("adapter_model.safetensors", tensors({}))(f)), adapter, "."),
     # checkpoints
+    "adapter: deep, to export": Case(lambda f: (put("adapter_config.json", DEEP)(f), put("adapter_model.safetensors", tensors({}))(f)), exported, "no JSON object"),
+    "prepared: deep facts": Case(put("prepared.json", DEEP), facts, "another form"),
+    "prepared: facts as FIFO": Case(fifo("prepared.json"), facts, "no regular file"),
     "checkpoint: good": Case(of_run(), RESUMED, GOOD),
     "checkpoint: manifest as FIFO": Case(of_run(fifo(f"{STEP}/manifest.json")), RESUMED, "damaged"),
     "checkpoint: manifest as device": Case(of_run(device(f"{STEP}/manifest.json")), RESUMED, "damaged"),
@@ -576,6 +600,7 @@ CASES = {
     "rollouts: device": Case(device("rollouts.jsonl"), rollouts, "no regular file"),
     "rollouts: deep": Case(put("rollouts.jsonl", DEEP + "\n"), rollouts, "line 1"),
     "rollouts: NaN": Case(put("rollouts.jsonl", '{"prompt_ids": [NaN], "score": NaN}\n'), rollouts, "line 1"),
+    "rollouts: deep scores of a judge": Case(put("0.jsonl", DEEP + '\n["b", NaN]\n["a", 0.5]\n'), judged, GOOD),
     # requests and answers
     "request: deep": Case(nothing, served(posted("[" * 50_000), 400), GOOD),
     "request: huge number": Case(nothing, served(posted(f'{{"prompts": [{HUGE}], "responses": ["a"]}}'), 400), GOOD),

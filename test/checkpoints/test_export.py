@@ -18,6 +18,7 @@ from trainer.cli.export import run
 from trainer.errors import UserError
 from trainer.model_folders.folder_names import check_model_name
 from trainer.model_folders.gguf_header import check_gguf
+from trainer.runs.exported_models import config_dtype
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,13 @@ def test_quantized_weights_become_full_precision(kind, tmp_path):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["load", "nope", 5, ["float32"]])
+def test_a_dtype_of_a_config_is_one_of_torch(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": name}))
+    with pytest.raises(UserError, match=r"config\.json: dtype "):
+        config_dtype(str(tmp_path))
 
 
 # --- GGUF

@@ -26,7 +26,7 @@ from trainer.checkpoints.piece_index import PieceIndex
 from trainer.checkpoints.run_state import HF_FOLDER, STATE, read_state
 from trainer.checkpoints.shards import ShardReader, full_shards, write_shards
 from trainer.errors import UserError, one_line
-from trainer.limits import read_model_config
+from trainer.limits import read_model_config, read_text
 from trainer.model_folders.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.model_folders.folder_names import INDEX, find_weights, is_gguf
 from trainer.model_folders.gguf_header import check_gguf, check_size
@@ -256,7 +256,10 @@ def cast(tensor: torch.Tensor, dtype: Optional[torch.dtype]) -> torch.Tensor:
 def config_dtype(folder: str) -> torch.dtype:
     """The dtype that a config.json names, or else bf16."""
     config = read_model_config(folder)
-    return getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if not isinstance(found := getattr(torch, str(name), None), torch.dtype):
+        raise UserError(f"{folder}/config.json", f"dtype {name}", "bfloat16, float16, float32")
+    return found
 
 
 def set_config_dtype(folder: str, dtype: torch.dtype) -> None:
@@ -283,8 +286,13 @@ def write_merged_model(
     """
     if importlib.util.find_spec("peft") is None:
         raise UserError("SOURCE", f"{source} is an adapter, and peft is not installed", "pip install -e '.[lora]'")
-    with open(os.path.join(source, ADAPTER_CONFIG), encoding="utf-8") as file:
-        named = json.load(file).get("base_model_name_or_path")
+    try:
+        named = json.loads(read_text(os.path.join(source, ADAPTER_CONFIG), "SOURCE")).get("base_model_name_or_path")
+    except (ValueError, AttributeError, RecursionError):
+        raise UserError(
+            "SOURCE", f"{source}/{ADAPTER_CONFIG} holds no JSON object", "the file as it was written"
+        ) from None
+    named = named if isinstance(named, str) else None
     if not (base or named):
         raise UserError("--base", f"missing, and {source} names no base model", "a model folder or hub name")
     if not base and not os.path.isdir(named):  # data grants no network

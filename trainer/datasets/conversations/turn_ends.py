@@ -134,6 +134,10 @@ def _eos_of(folder: str) -> set[int]:
         config = json.loads(path.read_text("utf-8")) if path.exists() else {}
         for part in (config, config.get("text_config") or {}):
             eos = part.get("eos_token_id")
-            if eos is not None:
-                return set(eos) if isinstance(eos, list) else {eos}
+            if eos is None:
+                continue
+            found = eos if isinstance(eos, list) else [eos]
+            if not all(type(one) is int for one in found):
+                raise UserError(str(path), f"eos_token_id {str(eos)[:40]}", "a number, or a list of numbers")
+            return set(found)
     return set()

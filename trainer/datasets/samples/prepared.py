@@ -11,6 +11,7 @@ from datasets import Dataset, DatasetDict
 from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, tokenizer_state
 from trainer.datasets.library import quiet
 from trainer.errors import UserError
+from trainer.limits import read_text
 
 FACTS = "prepared.json"
 PREPARED = "stop_trained"  # a column that only tokenized rows have
@@ -62,6 +63,18 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
+def _facts_of(folder: str, flag: str) -> dict:
+    """The facts of a folder, which others may have made. Raises UserError for another form."""
+    try:
+        facts = json.loads(read_text(os.path.join(folder, FACTS), flag))
+        _ = facts["tokenizer"], facts["options"].keys(), facts.keys()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise UserError(
+            flag, f"{folder}/{FACTS} has another form than prepare_data writes", "prepare_data again"
+        ) from None
+    return facts
+
+
 def checked(rows: Dataset, tokenizer: Any, flag: str, wanted: dict[str, Any], columns: set[str]) -> Dataset:
     """Return prepared rows, with new row numbers. `wanted`: the options of the run. `columns`: of prepared rows.
 
@@ -73,8 +86,7 @@ def checked(rows: Dataset, tokenizer: Any, flag: str, wanted: dict[str, Any], co
     if not found:
         raise UserError(flag, f"tokens without the file {FACTS}", "a folder that prepare_data wrote")
     for folder in found:
-        with open(os.path.join(folder, FACTS)) as file:
-            facts = json.load(file)
+        facts = _facts_of(folder, flag)
         if facts.get("version") != TOKENIZER_VERSION:
             raise UserError(flag, f"{folder} was prepared by another version of the trainer", "prepare_data again")
         if facts["tokenizer"] != tokenizer_hash(tokenizer):

@@ -260,7 +260,7 @@ def _lines_of(path: str) -> Iterator[tuple[str, tuple[float, ...]]]:
         for line in file:
             try:
                 digest, *values = json.loads(line)
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 continue
             if isinstance(digest, str) and values and all(isinstance(v, (int, float)) and 0 <= v <= 1 for v in values):
                 yield digest, tuple(map(float, values))
