@@ -527,7 +527,8 @@ CASES = {
     "tokenizer: negative number of a token": Case(of_demo(add_token(-1)), trained(), "."),
     "tokenizer: expression that backtracks": Case(of_demo(split_by("^(([0-9 ])+)+$x")), trained(), "."),
     "tokenizer: broken expression": Case(of_demo(split_by("(((")), trained(), "."),
-    "tokenizer: replacements that grow": Case(of_demo(replacing("1", "1" * 1000, times=4)), trained(), "replaces letters"),
+    "tokenizer: many replacements": Case(of_demo(replacing("1", "<|one|>", times=40)), trained(), GOOD),
+    "tokenizer: replacements that grow": Case(of_demo(replacing("1", "1" * 1000, times=4)), trained(), "replaces a letter"),
     "tokenizer: code": Case(of_demo(edited("tokenizer_config.json", **CODE), code), executed(trained()), GOOD),
     "tokenizer: code that is allowed": Case(
         of_demo(edited("tokenizer_config.json", **CODE), code), executed(trained("--trust_remote_code")), "^executed$"),

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Optional
 
@@ -132,15 +133,23 @@ def load_tokenizer(folder: str, trust_remote_code: bool = False):
 def _check_growth(tokenizer, folder: str) -> None:
     """Refuse replacements that make a text so much longer that the library, which is Rust, ends this process."""
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
-    steps, growth = [json.loads(normalizer.__getstate__())] if normalizer else [], 1
-    while steps:
-        step = steps.pop()
-        steps += step.get("normalizers", [])
-        if step["type"] == "Replace":
-            growth *= max(1, len(step["content"]))
+    found = list(_replacements(json.loads(normalizer.__getstate__()))) if normalizer else []
+    copies: list[int] = []  # of the new text of each replacement, for one letter; a later one may replace its letters
+    for pattern, _ in found:
+        before = zip(copies, (text for _, text in found))
+        copies.append(max([1, *(count * (text.count(pattern) if pattern else len(text)) for count, text in before)]))
+    growth = max((count * len(text) for count, (_, text) in zip(copies, found)), default=0)
     if growth > MOST_GROWTH:
-        found = f"its normalizer replaces letters by up to {growth} letters"
-        raise UserError(f"{folder}/tokenizer.json", found, f"at most {MOST_GROWTH}")
+        problem = f"its normalizer replaces a letter by up to {growth} letters"
+        raise UserError(f"{folder}/tokenizer.json", problem, f"at most {MOST_GROWTH}")
+
+
+def _replacements(step: dict) -> Iterator[tuple[str, str]]:
+    """(what is replaced, "" for an expression; the new text) in order."""
+    for own in step.get("normalizers", ()):
+        yield from _replacements(own)
+    if step["type"] == "Replace":
+        yield step["pattern"].get("String", ""), step["content"]
 
 
 def has_sdpa(folder: str, auto_class, trust_remote_code: bool) -> bool:
