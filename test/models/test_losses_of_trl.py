@@ -114,21 +114,35 @@ def test_soft_gates_and_the_two_sided_clip(ours, kind, size):
         torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-12)
 
 
-def test_the_deviation_of_the_whole_batch():
-    """scale_rewards="batch" of TRL. Its epsilon is 1e-4, ours 1e-6."""
-    scores = torch.randn(24, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    groups = scores.view(-1, 4)
-    expected = (groups - groups.mean(1, keepdim=True)).flatten() / (scores.std() + 1e-6)
-    torch.testing.assert_close(adv.compare_in_groups(scores, "group_norm", 4, batch_std=True), expected)
+def branch_of_advantages(aggregation: str):
+    """The lines of TRL that make advantages of scores, compiled, with our epsilon: its own is 1e-4."""
+    source = inspect.getsource(trl.GRPOTrainer._generate_and_score_completions).replace("1e-4", "1e-6")
+    lines = source.splitlines()
+    start = next(n for n, line in enumerate(lines) if f'== "{aggregation}"' in line) + 1
+    indent = len(lines[start]) - len(lines[start].lstrip())
+    end = next(n for n, line in enumerate(lines) if n > start and line.strip() and not line.startswith(" " * indent))
+    return compile(textwrap.dedent("\n".join(lines[start:end])), "trl", "exec")
+
+
+@pytest.mark.parametrize("scale", ["batch", "group", "none"])
+def test_scores_are_compared_as_by_scale_rewards(scale):
+    """--advantage_batch_std, group_norm and dr_grpo on 200 random and extreme rollouts, of which some lack scores."""
+    body, generator = branch_of_advantages("sum_then_normalize"), torch.Generator().manual_seed(3)
+    for number in range(200):
+        scores = torch.randn(24, generator=generator, dtype=torch.float64) * (1.0, 1e-4, 1e6)[number % 3]
+        scores = (scores > 0).double() if number % 2 else scores  # groups of equal scores, too
+        scores[torch.rand(24, generator=generator) < 0.2 * (number % 4 == 3)] = math.nan
+        trainer = SimpleNamespace(reward_weights=torch.ones(1, dtype=torch.float64), scale_rewards=scale)
+        known = {"self": trainer, "torch": torch, "device": "cpu", "num_generations": 4, "nanstd": nanstd}
+        exec(body, known | {"rewards_per_func": scores[:, None], "unscorable_mask": scores.isnan()}, found := {})
+        estimator = "dr_grpo" if scale == "none" else "group_norm"
+        own = adv.compare_in_groups(scores, estimator, 4, batch_std=scale == "batch")
+        torch.testing.assert_close(own, found["advantages"].nan_to_num(), rtol=1e-6, atol=1e-6)
 
 
 def test_rewards_that_are_normalised_apart():
-    """multi_objective_aggregation="normalize_then_sum" of TRL, with our epsilon: its own is 1e-4."""
-    source = inspect.getsource(trl.GRPOTrainer._generate_and_score_completions).replace("1e-4", "1e-6")
-    lines = source.splitlines()
-    start = next(n for n, line in enumerate(lines) if '== "normalize_then_sum"' in line) + 1
-    end = next(n for n, line in enumerate(lines) if n > start and line.strip() == "else:")
-    body = compile(textwrap.dedent("\n".join(lines[start:end])), "trl", "exec")
+    """multi_objective_aggregation="normalize_then_sum" of TRL, with our epsilon."""
+    body = branch_of_advantages("normalize_then_sum")
     generator = torch.Generator().manual_seed(5)
     for number in range(200):
         rewards = torch.randn(12, 3, generator=generator, dtype=torch.float64)
