@@ -30,6 +30,7 @@ FLOORS = [
     {"runs"},
     {"compare"},
     {"cli"},
+    {"__main__"},
 ]
 STRATEGY_API = {  # SPEC, section 5
     "setup_distributed", "setup_ring_attn", "create_optimizer", "prepare", "setup_dataloader", "backward",

@@ -167,6 +167,10 @@ def test_hyphens_are_no_other_name_and_home_is_found_without_a_shell(monkeypatch
     for words, found in (
         ("--learning-rate 1", "did you mean --learning_rate?"),
         ("--train-file x", "no such flag; --dataset"),
+        (
+            "actor_rollout_ref.actor.optim.lr=1 pretrain=x",
+            "lr -> --learning_rate | pretrain -> did you mean --pretrain?",
+        ),
         ("--per-device-train-batch-size 2", "--train_batch_size"),
     ):
         with pytest.raises(UserError) as error:

@@ -1,6 +1,7 @@
 """The command `trainer`: it checks flags before ranks start, and its ranks end with it. The first line of a run."""
 # ruff: noqa: F811 (a fixture of another file)
 
+import contextlib
 import importlib
 import json
 import os
@@ -9,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import run_until_gone
+from launch import run_process, run_until_gone
 from safetensors.torch import load_file, save_file
 from test_errors import CASES, DATA, MODEL, assert_one_line, demo  # noqa: F401 (demo is a fixture)
 
@@ -20,9 +21,9 @@ from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.rules import COMMANDS
 from trainer.models.model_loading import load_tokenizer
 from trainer.runs.flag_checks import check_files_of, check_flags
-from trainer.runs.output_folders import check_rights
+from trainer.runs.output_folders import check_rights, holds_run, open_folder
 from trainer.runs.run_data import shortened
-from trainer.runs.start_line import count_parameters, multiplies_bf16, resolve_dtype, start_line
+from trainer.runs.start_line import check_launcher, count_parameters, multiplies_bf16, resolve_dtype, start_line
 
 
 @pytest.mark.parametrize("case", ["unknown flag", "missing file", "broken line"])
@@ -194,3 +195,50 @@ def test_the_scale_of_an_adapter_is_for_adapters_only(demo):
     assert serve_train.check([*flags, "--lora_rank", "4"])[0].lora.lora_alpha == 32
     with pytest.raises(UserError, match="--lora_alpha 32 without --lora_rank"):
         serve_train.check([*flags, "--lora_alpha", "32"])
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"RANK": "0"}, "RANK: is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: is set without RANK"),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, ""),
+        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ""),
+    ],
+)
+def test_variables_that_another_tool_left_are_named(monkeypatch, given, found):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, given[name]) if name in given else monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match=found) if found else contextlib.nullcontext():
+        check_launcher()
+
+
+def test_a_start_that_failed_does_not_occupy_its_folder(tmp_path):
+    """Of a run that made no step, the same command may be given again; its rows are replaced."""
+    metrics = tmp_path / "metrics.jsonl"
+    for row, holds in (("", False), ({"event": "stop", "reason": "x"}, False), ({"step": 1, "loss": 2.0}, True)):
+        rows = [{"event": "start", "config": {}}, row] if row else []
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert holds_run(str(tmp_path)) == holds
+        if holds:
+            with pytest.raises(UserError, match="holds another run"):
+                open_folder(str(tmp_path), overwrite=False, resumes=False)
+        else:
+            open_folder(str(tmp_path), overwrite=False, resumes=False)
+            assert not metrics.exists()
+    metrics.unlink()
+    (tmp_path / "rollouts.jsonl").write_text("")
+    assert holds_run(str(tmp_path))
+
+
+def test_a_wrong_checkpoint_is_found_before_torch(tmp_path):
+    (tmp_path / "data.jsonl").write_text("{}")
+    files = {"dataset": str(tmp_path / "data.jsonl"), "pretrain": str(tmp_path), "output_dir": str(tmp_path / "run")}
+    args = from_flat(COMMANDS["train_sft"], {**files, "load_checkpoint": "true"})
+    with pytest.raises(UserError, match="--load_checkpoint: true is not a folder"):
+        check_files_of(args)
+
+
+def test_the_package_is_the_command():
+    code, output = run_process([sys.executable, "-m", "trainer", "grpo"])
+    assert (code, output) == (2, "error: grpo: no such command. Write: trainer ppo --preset grpo\n")

@@ -223,7 +223,7 @@ def _plain(value):
 
 def _at_home(paths: str) -> str:
     """Comma-separated paths, with `~/` as a shell has it. In `--flag=~/x` and in a file no shell has replaced it."""
-    return re.sub(r"(?:^|(?<=,))~(?=/)", lambda _: os.path.expanduser("~"), paths)
+    return re.sub(r"(?:^|(?<=,)|(?<=, ))~(?=/)", lambda _: os.path.expanduser("~"), paths)
 
 
 def _value_of(words: list[str], place: int):
@@ -238,6 +238,8 @@ def _as_user_error(message: str, command: str, fields: dict[str, dataclasses.Fie
     if unknown := re.search(r"unrecognized arguments: (.*)|Option '([^']+)' is not accepted", message):
         words = (unknown.group(1) or unknown.group(2)).split()
         named = {word.partition("=")[0]: _value_of(words, place) for place, word in enumerate(words) if word[0] == "-"}
+        if not named and "=" in words[0]:  # as hydra has flags
+            named = dict(word.split("=", 1) for word in words if "=" in word)
         names = list(named) or words[:1]
         if names[0].endswith((".yaml", ".yml")):
             return UserError(names[0], "a file without a flag", instead=f"Did you mean --config {names[0]}?")

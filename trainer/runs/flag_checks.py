@@ -1,8 +1,10 @@
 """Checks of the flags of a run that need no torch, from the cheapest on: before ranks start, before libraries load."""
 
 import importlib.util
+import os
 from typing import Optional
 
+from trainer.checkpoints.checkpoint_store import checkpoints_to_load
 from trainer.comma_separated import names_in
 from trainer.datasets.files.set_names import check_files, names_on_hub
 from trainer.distributed.mesh_sizes import default_micro_batch_size, validate_batch_sizes
@@ -165,6 +167,8 @@ def check_files_of(args, is_demo: bool = False) -> None:
     if output.output_dir:
         resumes = args.checkpoint.load_checkpoint is not None
         output_folders.check_free(output.output_dir, output.overwrite, resumes)
+    if args.checkpoint.load_checkpoint is not None:
+        checkpoints_to_load(os.path.join(output.output_dir or "", "checkpoints"), args.checkpoint.load_checkpoint)
     output_folders.check_rights(output.output_dir or "runs")
     if is_demo:
         return

@@ -22,6 +22,7 @@ LOCK_FILE = ".lock"
 EXPORTED = "a checkpoint (RUN/checkpoints/step_N), a model folder, an adapter folder or a GGUF file"
 WRITTEN = (LOCK_FILE, METRICS_FILE, ROLLOUTS_FILE, "certificate.json")
 CONFIG = re.compile(r"config(\.\d+)?\.yaml")  # a run that goes on with other flags writes one with a number
+BEFORE_STEPS = ('{"event": "start"', '{"event": "stop"')  # rows of metrics.jsonl
 _locks: dict[str, int] = {}  # file descriptors by path: a lock lasts until one is closed
 
 
@@ -80,7 +81,7 @@ def open_folder(folder: str, overwrite: bool, resumes: bool) -> None:
     """Make the run folder and lock it. A run that is overwritten is removed. Raises like `check_free`."""
     check_free(folder, overwrite, resumes)
     _check_files(folder)
-    if holds_run(folder) and not resumes:
+    if not resumes and (holds_run(folder) or os.path.exists(os.path.join(folder, METRICS_FILE))):
         lock_folder(folder)
         files = f"{METRICS_FILE} config.yaml certificate.json {ROLLOUTS_FILE}"
         for name in f"{files} tensorboard checkpoints evaluations ahead judge_cache base".split():
@@ -125,11 +126,19 @@ def lock_folder(folder: str) -> None:
 
 
 def holds_run(folder: str) -> bool:
-    """Whether a run has written there. A run with --verify_resume leaves only checkpoints."""
+    """Whether a run has left results there. A run with --verify_resume leaves only checkpoints, a failed start nothing."""
     checkpoints = os.path.join(folder, "checkpoints")
-    return os.path.exists(os.path.join(folder, METRICS_FILE)) or (
-        os.path.isdir(checkpoints) and any(os.scandir(checkpoints))
-    )
+    if os.path.isdir(checkpoints) and any(os.scandir(checkpoints)):
+        return True
+    return has_rows(os.path.join(folder, METRICS_FILE)) or os.path.exists(os.path.join(folder, ROLLOUTS_FILE))
+
+
+def has_rows(metrics: str) -> bool:
+    """Whether a metrics file has more than the start and the stop of a run that made no step."""
+    if not os.path.exists(metrics):
+        return False
+    with open(metrics, errors="replace") as lines:
+        return any(line.strip() and not line.startswith(BEFORE_STEPS) for line in lines)
 
 
 def make_writable(flag: str, folder: str) -> None:

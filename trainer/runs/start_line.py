@@ -52,9 +52,19 @@ def has_gpu() -> bool:
 
 def begin(command: str, args, trains: bool = True) -> None:
     """Say what will run, unless the command `trainer` has, then import torch and transformers, which takes seconds."""
+    check_launcher()
     if int(os.environ.get("RANK", 0)) == 0 and ANNOUNCED not in os.environ:
         announce(command, args, trains)
     quiet_libraries()
+
+
+def check_launcher() -> None:
+    """Raise UserError if the variables of torchrun are there in part: other tools and scripts of clusters leave some."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    found, missing = [n for n in names if n in os.environ], [n for n in names if n not in os.environ]
+    if missing and found and found[0] in ("RANK", "WORLD_SIZE"):
+        cure = f"torchrun or trainer COMMAND --nproc N, which set all; or unset {found[0]}"
+        raise UserError(found[0], f"is set without {', '.join(missing)}", cure)
 
 
 def announce(command: str, args, trains: bool) -> None:
