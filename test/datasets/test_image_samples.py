@@ -24,7 +24,7 @@ import vision_reference
 from trainer.cli import train_dpo, train_sft
 from trainer.datasets.batches.packing import shifted_labels
 from trainer.datasets.images.image_batches import ImageCollate
-from trainer.datasets.images.image_processor import PixelLimits
+from trainer.datasets.images.image_processor import PixelLimits, load_processor
 from trainer.datasets.images.image_samples import ImageSamples
 from trainer.datasets.images.pixel_cache import PixelCache
 from trainer.datasets.samples.preference import SIDES, collate_pairs
@@ -37,6 +37,8 @@ from trainer.runs.features.image_runs import ImageRun
 from trainer.runs.preference_runs import load_dpo
 from trainer.runs.rl.rl_run import load_data as load_prompts
 from trainer.runs.run_data import load_sft
+
+SHAPES = sorted((Path(__file__).parent / "public_shapes" / "images").glob("*.json"))
 
 
 @pytest.fixture(scope="module")
@@ -346,6 +348,19 @@ def test_images_without_marks_stand_before_the_first_message_of_the_user(here):
     [marked], _ = load_pairs(here, [{**pair, "prompt": "<image><image>Hi?"}])
     assert marked["chosen_ids"] == bare["chosen_ids"] and marked["rejected_ids"] == bare["rejected_ids"]
     assert "images of rows without <image>" in "".join(ledger.lines)
+
+
+@pytest.mark.parametrize("path", SHAPES, ids=[path.stem for path in SHAPES])
+def test_a_public_shape_with_images_is_its_conversation(here, path):
+    """`want` is the row with its marks, of which the processor's own call gives ids and labels."""
+    shape = json.loads(path.read_text())
+    samples, _ = load(here, shape["rows"])
+    processor = load_processor(str(here / "qwen3_vl"), AutoTokenizer.from_pretrained(here / "qwen3_vl"), False)
+    for sample, want in zip(samples, shape["want"], strict=True):
+        inputs, labels = vision_reference.inputs_of(want, here, processor)
+        assert sample["input_ids"] == inputs["input_ids"][0].tolist()
+        trained = [token if has_loss else -100 for token, has_loss in zip(sample["input_ids"], sample["loss_mask"])]
+        assert trained == labels.tolist()
 
 
 def test_a_column_image_has_one_image_for_each_row(here):

@@ -3,6 +3,7 @@
 A file in `public_shapes` has rows, and what they mean: [role, text, 1 if it is trained], in our own words.
 """
 
+import gzip
 import json
 from datetime import date
 from decimal import Decimal
@@ -49,9 +50,16 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 
 def tokenize(task: str, rows: list[dict], folder: Path, kind: str, has_tools: bool = False, **flags):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    loaded = load_rows(str(path), flag="--dataset", split="train")
+    return tokenize_files(
+        task, {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in rows)}, folder, kind, has_tools, **flags
+    )
+
+
+def tokenize_files(task: str, files: dict[str, str], folder: Path, kind: str, has_tools: bool, **flags):
+    """The samples of the files, or of those that the pattern `dataset` names."""
+    for name, text in files.items():
+        (folder / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    loaded = load_rows(str(folder / flags.pop("dataset", "rows.jsonl")), flag="--dataset", split="train")
     return TASKS[task](loaded, tokenizer_of(kind, has_tools), **COMMON | FLAGS[task] | flags)
 
 
@@ -74,7 +82,9 @@ def test_the_page_has_a_row_for_each_shape_and_no_other():
 def test_a_public_shape_is_its_conversation(name, kind, tmp_path):
     shape = json.loads((FOLDER / f"{name}.json").read_text())
     task = shape["task"]
-    samples, ledger = tokenize(task, shape["rows"], tmp_path, kind, "tools" in shape["rows"][0], **shape["flags"])
+    files = shape.get("files") or {"rows.jsonl": "".join(json.dumps(row) + "\n" for row in shape["rows"])}
+    options = {"dataset": shape.get("dataset", "rows.jsonl"), **shape["flags"]}
+    samples, ledger = tokenize_files(task, files, tmp_path, kind, "tools" in shape["rows"][0], **options)
     assert len(samples) == len(shape["want"])
     if "labels" in shape:
         assert samples["label"][:] == shape["labels"]
@@ -163,6 +173,15 @@ REFUSED = {
     "thoughts": (talk({**ANSWER, "thinking": "x"}), "message 2: the chat template does not read its key 'thinking'"),
     "a part": (talk({"role": "user", "content": [{"type": "audio", "audio": "x"}]}, ANSWER), "a part of type 'audio'"),
     "a share": (talk({**ANSWER, "weight": 0.5}), "weight is 0.5"),
+    "two roles": (talk({**ANSWER, "from": "human"}), "message 2: two roles: assistant and human"),
+    "details of thoughts": (talk({**ANSWER, "reasoning_details": [{"text": "x"}]}), "its key 'reasoning_details'"),
+    "a chain of thought": ({"question": "a", "answer": "b", "cot": "x"}, "column cot: would change the text"),
+    "an address of an image": (talk(ANSWER, image_url="http://x/a.png"), "column image_url: would change the text"),
+    "another conversation": (
+        talk(ANSWER, conversations=[{"from": "human", "value": "c"}]),
+        "column conversations: another text than that of messages",
+    ),
+    "another question": (talk(ANSWER, prompt="c"), "column prompt: another text than that of messages"),
     "videos": (talk(ANSWER, videos=["a.mp4"]), "column videos: would change the text"),
     "a video": (talk(ANSWER, video="a.mp4"), "column video: would change the text"),
     "context": (talk(ANSWER, context="x"), "column context: would change the text"),
@@ -256,6 +275,15 @@ def test_two_answers_in_a_row_are_refused(task, tmp_path):
     keys = {"input_key": "messages", "output_key": "completion", "apply_chat_template": True} if task == "sft" else {}
     with pytest.raises(UserError, match=r"row 1: --(input|prompt)_key messages: ends with an assistant message"):
         tokenize(task, [row], tmp_path, "BPE", **keys)
+
+
+def test_places_of_answers_in_a_list_are_no_answers_and_an_empty_question_is_none(tmp_path):
+    row = {"prompt": "a", "responses": ["b", "c"], "chosen": 0, "rejected": 1}
+    with pytest.raises(UserError, match="row 1: columns chosen and rejected: numbers, which may be places in column"):
+        tokenize("pairs", [row], tmp_path, "BPE")
+    tokenize("pairs", [{**row, "chosen": 12, "rejected": 13}], tmp_path, "BPE")
+    [sample], _ = tokenize("sft", [{"instruction": "", "input": "a", "output": "b"}], tmp_path, "BPE")
+    assert (sample["input_ids"], sample["loss_mask"]) == expected("BPE", [["user", "a", 0], ["assistant", "b", 1]])
 
 
 def test_an_object_is_no_label_to_compare_with(tmp_path):

@@ -31,6 +31,7 @@ CONTENTS = ("content", "value", "text")
 TEXT_PARTS = ("text", "input_text", "output_text")
 TRAIN_FLAGS = ("weight", "loss", "loss_scale", TRAIN, "training", "trainable", "train_on_turn")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")
+MORE_THOUGHTS = ("reasoning_details", "thoughts", "chain_of_thought", "cot")  # that no template reads
 # keys that would change the text or the loss: never merely named
 REFUSED_KEYS = {
     "train_detail",
@@ -46,7 +47,7 @@ REFUSED_KEYS = {
     "videos",
     "audio",
 }
-REFUSED_KEYS |= {"audios", "files", "documents", "tools", "functions", *THOUGHTS}
+REFUSED_KEYS |= {"audios", "files", "documents", "tools", "functions", *THOUGHTS, *MORE_THOUGHTS}
 IGNORE = "--ignore_columns"
 
 
@@ -139,6 +140,8 @@ def _message(message: Any, where: str, notes: Notes, template: str | None) -> di
     if not isinstance(message, dict) or not isinstance(message.get("role", message.get("from")), str):
         raise UserError(where, "no role", "an object with role and content, or from and value")
     role = role_of(message)
+    if "role" in message and _role_named(message.get("from")) not in (None, role):
+        raise UserError(where, f"two roles: {message['role']} and {message['from']}", "one of role and from")
     if role is None and template is None:
         role = message.get("role", message.get("from"))  # of a program, not of a row
     elif role is None:

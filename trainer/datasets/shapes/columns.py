@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.datasets.conversations.messages import IGNORE, THOUGHTS
+from trainer.datasets.conversations.messages import IGNORE, MORE_THOUGHTS, THOUGHTS
 from trainer.datasets.files.image_files import COLUMN as IMAGES
 from trainer.datasets.files.image_files import FOLDER
 from trainer.datasets.rows import column_of_key, lookup
@@ -22,8 +22,22 @@ REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred
 BESIDE_ANSWER = "rejected_response"  # ms-swift: then an answer is the chosen one
 LABELS = ("label", "kto_tag")  # true for a good answer
 # columns that change the text, or what is learned from it: they are used or refused
-ADDED = (*SYSTEMS, *MORE, HISTORY, *TOOLS, *THOUGHTS, "documents", "article", "passage", "choices", "options", "role")
+ADDED = (
+    *SYSTEMS,
+    *MORE,
+    HISTORY,
+    *TOOLS,
+    *THOUGHTS,
+    *MORE_THOUGHTS,
+    "documents",
+    "article",
+    "passage",
+    "choices",
+    "options",
+    "role",
+)
 ADDED += ("image", IMAGES, "video", "videos", "audio", "audios", "speech", "objects", "chosen_images")
+ADDED += ("image_url", "image_urls", "image_path", "video_path", "audio_path")
 WEIGHTS = ("weight", "sample_weight", "loss_scale")
 TEMPLATE_ARGS = "chat_template_kwargs"  # of a row, as in TRL
 ADDED += ("rejected_images", TEMPLATE_ARGS, *WEIGHTS)

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
-from trainer.datasets.conversations.messages import CALL, CONTENTS, as_single_messages, role_of
+from trainer.datasets.conversations.messages import CALL, CONTENTS, IGNORE, as_single_messages, role_of
 from trainer.datasets.rows import json_text, kind_of, lookup, text_value
 from trainer.datasets.shapes.columns import (
     CONVERSATIONS,
+    EMPTY,
     HISTORY,
     MORE,
     PROMPTS,
@@ -62,7 +63,8 @@ def _text_part(columns: Columns, key: str | None, flag: str) -> PromptPart:
     where = f"{flag} {name}" if key is not None else f"column {name}"
     found = PromptPart(text_value(columns.take(name), where), where, [], (name,))
     while (key is None or key in PROMPTS) and (more := columns.filled(MORE)):
-        found.value += "\n" + text_value(columns.take(more), f"column {more}")
+        second = text_value(columns.take(more), f"column {more}")
+        found.value = f"{found.value}\n{second}" if found.value.strip() else second
         found.columns += (more,)
     found.says.append((found.names, "user"))
     if columns.filled((HISTORY,)):
@@ -173,6 +175,30 @@ def all_text(value: Any) -> str:
     if isinstance(value, list):
         return "\n".join(str(content_of(message) or "") for message in value)
     return value if isinstance(value, str) else ""
+
+
+def refuse_other_text(found: PromptPart, columns: Columns) -> None:
+    """Raise UserError for another conversation, or another question, than that of the conversation."""
+    known, text = texts_of(found.value), all_text(found.value)
+    for name in (*CONVERSATIONS, *PROMPTS):
+        value = raw_messages(columns.row.get(name), texts=name in CONVERSATIONS)
+        is_known = value in EMPTY or (isinstance(value, list) and texts_of(value) <= known)
+        if name in columns.used or is_known or (isinstance(value, str) and value.strip() in text):
+            continue
+        raise UserError(f"column {name}", f"another text than that of {found.names}", f"{IGNORE} with one of them")
+
+
+def refuse_places(columns: Columns, keys: list[str | None]) -> None:
+    """Raise UserError for numbers as the answers of a pair that may be places in a list of another column."""
+    places = [lookup(columns.row, key) for key in keys if key]
+    if len(places) < 2 or not all(type(place) is int for place in places):
+        return
+    lists = [name for name, value in columns.row.items() if isinstance(value, list) and 0 <= max(places) < len(value)]
+    if lists:
+        found = f"numbers, which may be places in column {lists[0]}"
+        raise UserError(
+            f"columns {' and '.join(map(str, keys))}", found, f"the answers as texts, or {IGNORE} {lists[0]}"
+        )
 
 
 def has_name(row: Any, columns: Columns, name: str) -> bool:

@@ -34,6 +34,8 @@ from trainer.datasets.shapes.prompt_part import (
     is_transposed,
     prompt_part,
     raw_messages,
+    refuse_other_text,
+    refuse_places,
     texts_of,
     without_keys,
 )
@@ -203,6 +205,7 @@ def _whole(columns: Columns, prompt: PromptPart, notes: Notes, named: bool) -> _
         if not message.get("tool_calls") and message.get("train", True):
             says = [(f"{prompt.names} (one message of the assistant)", "text, with loss on every token")]
             return _Found("", {"text": message["content"]}, {"text": prompt.where}, says)
+    refuse_other_text(prompt, columns)
     first = value[0] if value and isinstance(value[0], dict) else {}
     name = "ShareGPT" if first.get("from") is not None and first.get("role") is None else "conversation"
     return _Found(name, {"prompt": value}, {"prompt": prompt.where}, prompt.says, True)
@@ -214,6 +217,7 @@ def _read_pair(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     labels = [f"{flag} {key or wanted}" for flag, key, wanted in zip(reader.answer_flags, keys, reader.answer_keys)]
     sides = [_answer_of(reader, columns, key, label) if key else None for key, label in zip(keys, labels)]
     prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
+    refuse_places(columns, keys)
     if keys[0] is None and keys[1] is not None:
         ends = isinstance(prompt.value, list) and bool(prompt.value) and is_answer(prompt.value[-1])
         beside = keys[1] == BESIDE_ANSWER and not ends
