@@ -34,6 +34,7 @@ def reward_func(prompts, responses, labels):
 """
 COARSE = REWARD.replace("/ 32 ", "% 2 ")  # half of the groups teach nothing
 PARTS = ["all", "server", "engine"]
+BACK = re.compile("rollout server .* is back")
 GONE_WITHIN = 30  # seconds
 SAME = "loss grad_norm batch_hash tokens_seen"
 # not in a replay, with the number of words
@@ -112,8 +113,13 @@ def kill_some(
     def kill(victim: Engine) -> None:
         tell_kill(victim, generator, servers, len(read_rows(folder / "killed")))
 
-    output = run(folder, "killed", 9999, more, random_kills(folder, count, generator, servers, 6, kill))
-    lost, back = output.count("rollout server lost"), len(re.findall("rollout server .* is back", output))
+    killed = random_kills(folder, count, generator, servers, 6, kill)
+
+    def meanwhile() -> bool:
+        return killed() and BACK.search((folder / "killed.log").read_text()) is not None
+
+    output = run(folder, "killed", 9999, more, meanwhile)
+    lost, back = output.count("rollout server lost"), len(BACK.findall(output))
     assert back > 0 and count <= lost, (lost, back)
     for row in (
         [] if bound else read_steps(folder / "killed")
