@@ -136,6 +136,16 @@ def test_a_value_of_another_type_is_refused_in_words(tmp_path, name, value, allo
         parse("--config", str(config))
 
 
+def test_a_key_twice_in_a_config_is_named(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text("seed: 1\nlearning_rate: 0.1\nseed: 2\n")
+    with pytest.raises(UserError, match=re.escape(f'the key seed twice in "{config}", line 3')):
+        parse("--config", str(config))
+    config.write_text("dataset:\n- path: a.jsonl\n  input_key: q\n  input_key: p\n")
+    with pytest.raises(UserError, match="the key input_key twice"):
+        parse("--config", str(config))
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [(b"- a\n- b\n", "a list"), (b"a: [1\n", "not a YAML file: "), (b"\xfc\x00", "not a YAML file: ")],

@@ -149,7 +149,7 @@ def _check_config_files(argv: list[str], command: str, fields: dict[str, datacla
         path = path if is_joined else argv[place + 1]
         try:
             with open(path) as file:
-                values = yaml.safe_load(file)
+                values = read_yaml(file)
         except OSError:
             continue  # the parser says that there is no such file
         except (ValueError, yaml.YAMLError) as error:
@@ -164,6 +164,23 @@ def _check_config_files(argv: list[str], command: str, fields: dict[str, datacla
                 [key for key, _ in unknown], [suggestion(key, command, known, value) for key, value in unknown]
             )
             raise UserError(f"--config {path}", f"{what} of {command}: {listed}")
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key.value} twice", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(source) -> Any:
+    """The value in a text or an open file. Raises YAMLError, also for a key that stands twice in one mapping."""
+    return yaml.load(source, _UniqueKeys)
 
 
 def _listed(names: list[str], hints: list[str]) -> str:

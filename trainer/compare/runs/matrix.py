@@ -104,10 +104,13 @@ def load_matrix(matrix: str, only: str | None = None) -> list[Configuration]:
 
 
 def _read_matrix(path: Path) -> list[Configuration]:
-    import yaml  # not needed for --help
+    # not needed for --help
+    import yaml
+
+    from trainer.flags.parse_flags import read_yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         raise UserError("--run", f"cannot read {path}", "quick, full, or a YAML file") from None
     except yaml.YAMLError as error:

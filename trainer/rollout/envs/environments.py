@@ -18,6 +18,7 @@ import yaml
 from trainer.comma_separated import names_in
 from trainer.datasets.conversations.messages import messages_of
 from trainer.errors import Failed, UserError
+from trainer.flags.parse_flags import read_yaml
 from trainer.rollout.rewards.reward_functions import check_scores
 from trainer.rollout.user_code import describe_error, import_code, is_passing
 
@@ -112,7 +113,7 @@ def read_sources(env: str, env_args: Optional[str], by_name: bool) -> dict[str, 
 def _mapping(flag: str, text: str) -> dict[str, Any]:
     """A mapping in YAML or JSON, with values that JSON has too."""
     try:
-        value = yaml.safe_load(text)
+        value = read_yaml(text)
         json.dumps(value)
     except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
         raise UserError(flag, f"{text}: {' '.join(str(error).split())}", "a mapping such as '{limit: 3}'") from None
