@@ -16,7 +16,7 @@ from trainer.planning.plan_traffic import Sent, gathered
 from trainer.rollout.engines.weight_stream import WHOLE, Head
 
 ON_SERVERS = "vllm_server"
-STALE_COPIES = 2  # in host memory: the weights that the thread loads, and those that the next sync gathers
+STALE_COPIES = 2  # of a machine: the weights that the threads load, and those that the next sync gathers
 SIMULATED = 20  # rollouts
 
 
@@ -53,13 +53,14 @@ def engine_needs(s: Sizes, machine: Machine, rollouts: Rollouts, dtype: str = "b
     """The memory of an engine. It does not depend on the layout of training.
 
     hf: a copy of the weights w on every rank, and a cache for `slots` responses of full length. In lock step, it is only
-    there while a rollout is generated. With staleness it always is, and so are `STALE_COPIES` w in host memory.
+    there while a rollout is generated. With staleness it always is. Then a machine has `STALE_COPIES` w in host memory, of
+    which each rank counts its share.
     vllm: an engine of N ranks takes `memory_share` of each GPU, w / N of it for weights. While the policy trains, w / N are
     in host memory. Servers: the same on GPUs of their own. Deltas need w in host memory at both ends.
     """
     width = width_of(dtype)
     w, n = width * s.num_params, rollouts.engine_tp
-    stale = STALE_COPIES * w * bool(rollouts.max_staleness)
+    stale = STALE_COPIES * w / machine.gpus_per_node * bool(rollouts.max_staleness)
     if rollouts.engine == "hf":
         tokens = rollouts.slots * rollouts.longest
         size = w + tokens * cache_bytes(s, width)

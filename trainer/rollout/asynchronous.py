@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from trainer.datasets.batches.global_batches import contiguous_slice
 from trainer.distributed.collectives import gather_objects
+from trainer.distributed.node_copy import node_copy
 from trainer.errors import Interrupted, UserError
 from trainer.rollout.engines.sampling import Completion, Sampling, sample_seed
 from trainer.rollout.generation import continue_prompts, numbered
@@ -178,11 +179,9 @@ class RolloutsAhead:
         return self._done.get()
 
     def _send(self, strategy, model, version: int) -> dict:
-        """Copy the weights to host memory, where the thread finds them (all-gathers over the mesh)."""
-        started, tensors = time.perf_counter(), {}
-        for name, tensor in strategy.iter_full_params(model, merged_as=self.engine.dtype):
-            if self._generates:
-                tensors[name] = tensor.detach().to("cpu", copy=True)
+        """Copy the weights to host memory, where the threads of a machine find them (collective over the world)."""
+        started = time.perf_counter()
+        tensors = node_copy(strategy.iter_full_params(model, merged_as=self.engine.dtype), self._generates)
         self._newest = version, tensors
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         return {"sync_bytes": num_bytes, "time_sync": time.perf_counter() - started}
