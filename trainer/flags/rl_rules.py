@@ -1,5 +1,6 @@
 """Rules for the flags of `train_ppo`: advantages, policy loss, KL, teacher, critic, shared prompts, images."""
 
+from trainer.comma_separated import names_in
 from trainer.flags.rule import Rule
 from trainer.flags.training_rules import ONE, REMOVE
 
@@ -31,7 +32,7 @@ TEACHER_RULES = (
          "Give the other flags of the preset in its place.", values=OF_REFERENCE),
     Rule("preset", lambda f: not f.teacher, "without --teacher", "it sets the loss of a distillation",
          "Add --teacher MODEL.", values=("opd",)),
-    Rule("teacher", lambda f: "," in (f.teacher or ""), "with reinforcement learning", "a run has one reference",
+    Rule("teacher", lambda f: len(names_in(f.teacher)) > 1, "with reinforcement learning", "a run has one reference",
          "Take one teacher, or train_kd.", which="of several models"),
     Rule("teacher", lambda f: not f.init_kl_coef, "with --init_kl_coef 0",
          "the KL to the teacher counts in the advantage, and this is its weight", "Remove --init_kl_coef."),
