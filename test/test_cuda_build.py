@@ -92,3 +92,11 @@ def test_running_sums_need_not_leave_strict_mode():
         ["bash", str(KIT / "run.sh"), "strict_mode.py"], timeout=120, FAKE_GPU_ENVIRONMENT=str(ENVIRONMENT)
     )
     assert code == 0 and "no refusal" in output, output[-3000:]
+
+
+@pytest.mark.skipif(not (ENVIRONMENT / ".installed").exists(), reason="test/fake_gpu/run.sh makes its environment")
+def test_the_ring_and_torchs_attention_call_flash_attention_3_and_get_its_numbers():
+    code, output = run_process(
+        ["bash", str(KIT / "run.sh"), "flash_3.py"], timeout=120, FAKE_GPU_ENVIRONMENT=str(ENVIRONMENT)
+    )
+    assert code == 0 and "forward 3 backward 3" in output, output[-3000:]
