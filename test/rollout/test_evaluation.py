@@ -15,6 +15,7 @@ from trainer.rollout.evaluation import Evaluation, groups_of
 from trainer.rollout.samples import Sample
 from trainer.rollout.shares import QUANTILE, mean_and_interval, pass_at, sizes_of_pass
 from trainer.runs.rl.evaluation_checks import checked
+from trainer.runs.rl.evaluation_run import notes_of
 
 
 @pytest.mark.parametrize("num_right", range(7))
@@ -123,6 +124,15 @@ def test_intervals():
     found, half = mean_and_interval(values), QUANTILE * statistics.pstdev(values) / 20
     assert found.interval == "bootstrap" and found == mean_and_interval(values)
     assert [found.low, found.high] == pytest.approx([0.45 - half, 0.45 + half], abs=0.004)
+
+
+def test_evaluate_says_what_failed_and_what_is_not_read_as_meant():
+    samples = [Sample(n, n, [1], [2], [0.0], True, None, score, failed=failed)
+               for n, (score, failed) in enumerate([(2.0, ""), (-1.0, ""), (0.0, "u: 503")])]  # fmt: skip
+    failed, outside = notes_of(samples, None)
+    assert failed == "warning: 1 of 3 samples failed and are left out: u: 503"
+    assert outside.startswith("warning: 2 of 3 scores are not from 0 to 1, which pass_at_1 take")
+    assert notes_of(samples[:2], (-1, 2)) == notes_of(samples[1:2], None) == []
 
 
 LETTERS = """

@@ -115,6 +115,8 @@ for found, wanted in json.load(sys.stdin):
 
 def test_thoughts_are_not_answers():
     assert math_reward([""] * 2, ["\\boxed{7} </think> The answer is 8", "<think>8</think> 7"], ["7"] * 2) == [0.0, 1.0]
+    for end in ("</seed:think>", "[/THINK]", "<|END_THINKING|>"):
+        assert math_reward([""], [f"\\boxed{{7}} {end} 8"], ["7"]) == [0.0]
     letters = ["The answer is B </think> (C)", "<think>the answer is B</think> nothing"]
     assert multiple_choice_reward([""] * 2, letters, ["C", "B"]) == [1.0, 0.0]
     assert answer_reward([""], ["<answer>7</answer></think> 8"], ["7"]) == [0.0]

@@ -223,9 +223,10 @@ def test_dynamic_filtering_knows_right_groups_of_any_scores(wrong, right, bounds
 
 
 def test_notes_and_shares_of_groups():
-    def told(scores, size, filtering=None, curriculum="none", evaluates=False, reward_range=None):
+    def told(scores, size, filtering=None, curriculum="none", evaluates=False, reward_range=None, nll=0.0):
         options = PPOOptions(adv.AdvantageOptions("group_norm", size), None, None, 0)
         options = dataclasses.replace(options, filtering_range=filtering, reward_range=reward_range)
+        options = dataclasses.replace(options, positive_nll_coef=nll)
         samples = [SimpleNamespace(score=score, failed="") for score in scores]
         return score_notes(samples, options, curriculum, evaluates), group_facts(samples, options)
 
@@ -236,6 +237,7 @@ def test_notes_and_shares_of_groups():
     for quiet in ({}, {"filtering": (-math.inf, math.inf)}, {"evaluates": True}):
         assert told([-1, 1], 2, **quiet)[0] == {}, "equal scores and pass@1 need no range here"
     assert told([-1, 1], 2, filtering=(-0.5, 0.5), reward_range=(-1, 1))[0] == {}
+    assert "which --positive_nll_coef take" in told([-1, 1], 2, nll=0.1)[0]["range"]
     assert "eval_pass_at_1" in told([0, 1.5], 2, evaluates=True)[0]["range"]
     assert told([0.0, 2.5], 1, reward_range=(0.0, 2.5)) == ({}, {"groups_all_right": 0.5, "groups_all_wrong": 0.5})
     equal, facts = told([0.0, 0.0, 0.5, 0.5], 2)

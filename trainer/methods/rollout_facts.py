@@ -100,24 +100,35 @@ def group_facts(samples: list[Sample], options: PPOOptions) -> dict[str, float]:
     return {name: found.double().mean().item() for name, found in facts.items()}
 
 
+def failed_note(samples: list[Sample]) -> dict[str, str]:
+    """A line about samples that got no score, if there are any."""
+    lost = [sample.failed for sample in samples if sample.failed]
+    text = f"warning: {len(lost)} of {len(samples)} samples failed and are left out"
+    return {"failed": f"{text}: {plain(lost[0])}"} if lost else {}
+
+
+def range_note(scores: torch.Tensor, users: list[str], reward_range: Sequence[float] | None) -> dict[str, str]:
+    """A line about `scores` (n,) outside of 0 to 1, if `users` take these for wrong and right, and no range was given."""
+    outside = ((scores < 0) | (scores > 1)).sum().item()
+    if reward_range is not None or not outside or not users:
+        return {}
+    text = f"warning: {outside} of {len(scores)} scores are not from 0 to 1, which {', '.join(users)} take for wrong and right"
+    return {"range": f"{text}: give --reward_range WRONG RIGHT"}
+
+
 def score_notes(samples: list[Sample], options: PPOOptions, curriculum: str, evaluates: bool) -> dict[str, str]:
     """Lines for the user about the scores of a rollout, by subject: scores that are not read as meant, or teach nothing."""
-    scores, notes = scores_of(samples), {}
-    if lost := [sample.failed for sample in samples if sample.failed]:
-        notes["failed"] = f"warning: {len(lost)} of {len(scores)} samples failed and are left out: {plain(lost[0])}"
-    outside = ((scores < 0) | (scores > 1)).sum().item()
+    scores = scores_of(samples)
     is_bounded = options.filtering_range is not None and math.isfinite(options.filtering_range[0])
     users = {
         "--dynamic_filtering_range": is_bounded,
         f"--curriculum {curriculum}": curriculum != "none",
+        "--positive_nll_coef": bool(options.positive_nll_coef),
         "eval_pass_at_1": evaluates and bool((scores > 1).any()),
     }
-    names = ", ".join(name for name, used in users.items() if used)
-    if options.reward_range is None and outside and names:
-        notes["range"] = (
-            f"warning: {outside} of {len(scores)} scores are not from 0 to 1, which {names} take for wrong and right: "
-            "give --reward_range WRONG RIGHT"
-        )
+    notes = failed_note(samples) | range_note(
+        scores, [name for name, used in users.items() if used], options.reward_range
+    )
     size = options.advantages.group_size
     low, high = adv.range_of_groups(scores.view(-1, size) if size > 1 else scores.view(1, -1))
     if options.advantages.estimator not in ("distill", "gdpo") and len(scores) > 1 and (low >= high).all():

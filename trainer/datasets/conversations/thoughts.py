@@ -12,6 +12,11 @@ HARMONY_THOUGHTS = re.compile(
 )  # a call on this channel has a recipient before <|message|>
 
 
+def after_thoughts(text: str) -> str:
+    """What follows the last mark that closes thoughts, or the whole text."""
+    return re.split(_CLOSES, text)[-1]
+
+
 def opens_thoughts(prompt: str) -> bool:
     """Whether a prompt ends inside thoughts, as generation prompts of reasoning models do."""
     return prompt.rstrip().endswith(OPEN_THOUGHTS)

@@ -2,7 +2,8 @@
 
 import re
 
-from trainer.rollout.rewards.math_reward import same_answer, without_thoughts
+from trainer.datasets.conversations.thoughts import after_thoughts
+from trainer.rollout.rewards.math_reward import same_answer
 
 FORM = re.compile(
     r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>\s*", re.DOTALL
@@ -19,7 +20,7 @@ def format_reward(prompts: list[str], responses: list[str], labels: list) -> lis
 
 def answer_reward(prompts: list[str], responses: list[str], labels: list[str]) -> list[float]:
     """1 if the text of the last <answer>...</answer> equals that of the label as a number or a text, else 0."""
-    found = [tagged_answer(without_thoughts(response)) for response in responses]
+    found = [tagged_answer(after_thoughts(response)) for response in responses]
     wanted = [tagged_answer(label) or label for label in labels]
     return [float(own is not None and same_answer(own, other)) for own, other in zip(found, wanted)]
 
@@ -27,7 +28,7 @@ def answer_reward(prompts: list[str], responses: list[str], labels: list[str]) -
 def multiple_choice_reward(prompts: list[str], responses: list[str], labels: list[str]) -> list[float]:
     """1 if response and label choose the same letter from A to J, else 0."""
     chosen = [
-        (chosen_letter(without_thoughts(response)), chosen_letter(label)) for response, label in zip(responses, labels)
+        (chosen_letter(after_thoughts(response)), chosen_letter(label)) for response, label in zip(responses, labels)
     ]
     return [float(own is not None and own == other) for own, other in chosen]
 

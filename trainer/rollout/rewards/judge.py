@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from trainer.comma_separated import names_in
+from trainer.datasets.conversations.thoughts import after_thoughts
 from trainer.errors import Failed, UserError
 from trainer.rollout.peers import post_json
 from trainer.rollout.rewards.judge_modes import MODES, Mode
-from trainer.rollout.rewards.math_reward import without_thoughts
 from trainer.rollout.rewards.remote_rewards import FIRST_PAUSE_SECONDS, TROUBLE, given_up, problem_of, tries
 from trainer.rollout.rewards.reward_functions import GROUPS, JUDGE, needs_labels
 
@@ -197,7 +197,7 @@ def values_of(answer: dict, score_range: tuple[float, float], mode: Mode, count:
     text = choice["message"]["content"]
     if choice.get("finish_reason") == "length":
         raise ValueError("an answer that was cut; max_tokens in --judge_args raises its limit")
-    found = mode.pattern.findall(without_thoughts(text)) if isinstance(text, str) else []
+    found = mode.pattern.findall(after_thoughts(text)) if isinstance(text, str) else []
     if not found:
         shown = " ".join(str(text).split())[-80:]
         raise ValueError(f"no line `{mode.line}` in the answer that ends with {shown!r}")

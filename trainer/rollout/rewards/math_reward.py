@@ -3,16 +3,12 @@
 import re
 from fractions import Fraction
 
+from trainer.datasets.conversations.thoughts import after_thoughts
 from trainer.rollout.rewards.formulas import equal_as_formulas
 
 MOST_CHARACTERS = 1000  # a longer answer is not read as a number; a policy may write anything
 EXACT = re.compile(r"[-+]?(?:[0-9]+/0*[1-9][0-9]*|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?)")
 NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\$?\.\d+")
-
-
-def without_thoughts(response: str) -> str:
-    """What follows the last </think>, or the whole response: a number in a thought is no answer."""
-    return response.rsplit("</think>", 1)[-1]
 
 
 def final_answer(text: str) -> str | None:
@@ -76,7 +72,7 @@ def math_reward(prompts: list[str], responses: list[str], labels: list[str]) -> 
     for response, label in zip(responses, labels):
         is_solution = "####" in label or "\\boxed{" in label
         found, wanted = (
-            final_answer(without_thoughts(response)),
+            final_answer(after_thoughts(response)),
             (final_answer(label) if is_solution else None) or label,
         )
         scores.append(float(found is not None and same_answer(found, wanted)))
@@ -89,7 +85,7 @@ def math_reward(prompts: list[str], responses: list[str], labels: list[str]) -> 
 
 def math_boxed(prompts: list[str], responses: list[str], labels: list[str]) -> list[float]:
     """As math_reward, but the answer of a response is the content of its last \\boxed{...}, and nothing else."""
-    boxed = [_last_boxed(without_thoughts(response)) for response in responses]
+    boxed = [_last_boxed(after_thoughts(response)) for response in responses]
     scores = math_reward(prompts, ["" if own is None else f"\\boxed{{{own}}}" for own in boxed], labels)
     return [score if own else 0.0 for own, score in zip(boxed, scores)]
 

@@ -5,6 +5,8 @@ import functools
 import json
 import os
 import time
+from collections.abc import Sequence
+from typing import Optional
 
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +18,7 @@ from trainer.flags.groups import flags_of, flat
 from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rules import refuse
 from trainer.methods.ppo_state import Roles
-from trainer.methods.rollout_facts import sample_facts
+from trainer.methods.rollout_facts import failed_note, range_note, sample_facts, scores_of
 from trainer.methods.rollout_phase import answers_to, sync
 from trainer.rollout.evaluation import Evaluation, known, write_answers
 from trainer.rollout.rewards.reward_functions import load_reward_functions
@@ -33,7 +35,7 @@ from trainer.runs.rl.rl_options import sampling_of
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_rewards import build_reward
 from trainer.runs.rl.rl_roles import check_length, make_batches_of
-from trainer.runs.rl.rl_run import load_data
+from trainer.runs.rl.rl_run import load_data, note_math
 from trainer.runs.run_data import files_in_errors, report
 from trainer.runs.run_models import frozen_model
 from trainer.runs.run_setup import set_up
@@ -48,6 +50,7 @@ def evaluate(args: PPOArguments) -> None:
     run.setup = set_up("train_ppo", args, longest=args.prompts.prompt_max_len + args.rollout.generate_max_len, **kind)
     strategy, tokenizer = run.setup.strategy, run.setup.tokenizer
     run.functions = load_reward_functions(args.scores.reward_func)
+    note_math(strategy, args.scores.reward_func)
     sets = args.data.eval_dataset, args.data.eval_split, "--eval_dataset"
     with files_in_errors(args.data, args.batch.seed, *sets):
         load = functools.partial(load_data, args, tokenizer, *sets, functions=run.functions)
@@ -66,6 +69,8 @@ def evaluate(args: PPOArguments) -> None:
     samples, facts = answers_to(strategy, run.roles, evaluation, step=0)
     write_answers(os.path.join(run.output_dir, ANSWERS), evaluation, samples, tokenizer)
     found = results(evaluation, samples)
+    for note in notes_of(samples, args.scores.reward_range):
+        strategy.print(note)
     if strategy.is_rank_0():
         flags = {field.name: flat(args)[field.name] for field, _ in flags_of(EvaluateArguments)}
         own = {"flags": without_secrets(flags), "data": ledger.counts, "versions": versions()}
@@ -87,6 +92,13 @@ def roles_of(run: RLRun) -> Roles:
     sync(run.setup.strategy, roles, 0)
     run.model, roles.actor = None, (None, None, None)
     return roles
+
+
+def notes_of(samples: list[Sample], reward_range: Optional[Sequence[float]]) -> list[str]:
+    """Lines about answers that got no score, and about scores that are not read as meant."""
+    scores = scores_of(samples)
+    users = ["pass_at_1"] if (scores > 1).any() else []
+    return [*(failed_note(samples) | range_note(scores, users, reward_range)).values()]
 
 
 def results(evaluation: Evaluation, samples: list[Sample]) -> dict[str, dict]:

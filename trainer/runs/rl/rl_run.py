@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+from typing import Optional
 
 from transformers import AutoModelForCausalLM
 
@@ -60,10 +61,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     order = {"batch_size": args.rollout.rollout_batch_size, "curriculum": args.rollout.curriculum}
     order["reward_range"] = args.scores.reward_range or WRONG_AND_RIGHT
     size = args.rollout.rollout_batch_size
-    if not MATH_REWARDS.keys().isdisjoint(names_in(args.scores.reward_func)) and not can_compare():
-        run.setup.strategy.print(
-            f"--reward_func {args.scores.reward_func}: math-verify is not installed, so formulas are compared as texts"
-        )
+    note_math(run.setup.strategy, args.scores.reward_func)
     note_small_data(run.setup.strategy, "--rollout_batch_size", size, run.samples, "prompts")
     run.order = PromptOrder(run.samples, seed=args.batch.seed, shuffle=not args.batch.no_shuffle, **order)
     run.total_steps = count_steps(args, run.order, run.frozen, method.per_prompt)
@@ -102,6 +100,13 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
         if metrics:
             metrics.event("end", steps=steps)
     apply(RL_FEATURES, run, "at_end")
+
+
+def note_math(strategy, reward_func: Optional[str]) -> None:
+    """Say that formulas are compared as texts, if a reward compares formulas and the package for it is not installed."""
+    if not MATH_REWARDS.keys().isdisjoint(names_in(reward_func)) and not can_compare():
+        text = "math-verify is not installed, so formulas are compared as texts"
+        strategy.print(f"--reward_func {reward_func}: {text}")
 
 
 def read_prompts(run: RLRun, is_demo: bool) -> None:
