@@ -87,3 +87,11 @@ def test_without_a_network_the_answer_comes_at_once(tmp_path):
             ended
         )
         assert not before and "| torch\n" not in ended.stderr and time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("file", ["config.json", "adapter_config.json"])
+def test_a_run_folder_names_its_model(file, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / file).write_text("{}")
+    with pytest.raises(UserError, match=f"contains no config.json.*Did you mean {tmp_path}/model?"):
+        check_model_name(str(tmp_path), "--pretrain")

@@ -232,7 +232,11 @@ def test_a_model_card_says_what_came_out(tmp_path):
         assert "reward_func" not in card and "eval_time" not in card
         code = card.split("```python\n")[1].split("```")[0]
         compile(code, "card", "exec")
-        assert ("SequenceClassification" in code) == (command == "train_rm")
+        assert ("SequenceClassification" in code) == (command == "train_rm") == ("PeftModel" in code)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    write_model_card(str(tmp_path), "train_sft", config, progress, "2 rows", {})
+    card = (tmp_path / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card and "AutoModelForImageTextToText, AutoProcessor" in card
 
 
 def test_a_rank_without_an_address_is_one_line(monkeypatch):

@@ -440,7 +440,7 @@ def test_a_file_without_the_function_or_with_an_error(tmp_path):
     path = tmp_path / "reward.py"
     found = {
         "x = 1\n": "has no function reward_func",
-        "x =\n": "imported: SyntaxError",
+        "x =\n": r"imported: SyntaxError: invalid syntax \(reward.py, line 1\)( |$)(?!\(line)",
         "exit(0)\n": "imported: SystemExit",
     }
     for text, expected in found.items():

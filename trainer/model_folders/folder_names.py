@@ -19,7 +19,7 @@ def check_model_name(name: str, flag: str) -> None:
             find_weights(name, flag)
         elif "adapter_config.json" not in held:
             inner = os.path.join(name, "model")
-            is_run = os.path.isfile(os.path.join(inner, "config.json"))
+            is_run = any(os.path.isfile(os.path.join(inner, file)) for file in ("config.json", "adapter_config.json"))
             instead = f"Did you mean {inner}?" if is_run else ""
             raise UserError(flag, f"{name} contains no config.json", "a Hugging Face model folder", instead)
     elif is_gguf(name):

@@ -58,7 +58,8 @@ def describe_error(error: BaseException) -> str:
     while trace:
         line, trace = trace.tb_lineno, trace.tb_next
     message = " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}" + (f" (line {line})" if line else "")
+    is_named = isinstance(error, SyntaxError)  # its text has the file and the line; the innermost call is Python's own
+    return f"{type(error).__name__}: {message}" + (f" (line {line})" if line and not is_named else "")
 
 
 def is_passing(error: BaseException) -> bool:

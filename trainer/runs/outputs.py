@@ -19,6 +19,7 @@ from trainer.distributed.collectives import broadcast_object, check_shared_folde
 from trainer.errors import UserError, without_secrets
 from trainer.flags.common_flags import CheckpointArguments, OutputArguments
 from trainer.metrics import METRICS_FILE, MetricsLog
+from trainer.model_folders.model_writer import PROCESSORS_OF_IMAGES
 from trainer.models.cpu_matmul import chosen
 from trainer.planning.versions import version_of
 from trainer.runs.output_folders import LOCK_FILE, make_writable, open_folder, trackers_of
@@ -194,10 +195,18 @@ METHOD_FLAGS = (
 )
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 USAGE = """```python
-from transformers import {auto_class}, AutoTokenizer
+from transformers import {auto_class}, {reader}
 
 folder = "."  # this folder, or its name on the hub
-model, tokenizer = {auto_class}.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+model, {name} = {auto_class}.from_pretrained(folder), {reader}.from_pretrained(folder)
+```"""
+USAGE_OF_HEAD = """```python
+from peft import PeftModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+folder = "."  # this folder, or its name on the hub
+base = AutoModelForSequenceClassification.from_pretrained({base!r}, num_labels=1)
+model, tokenizer = PeftModel.from_pretrained(base, folder), AutoTokenizer.from_pretrained(folder)
 ```"""
 
 
@@ -228,6 +237,18 @@ def final_values(output_dir: str, step: float = math.inf) -> dict[str, float]:
     return {name: value for name, value in named.items() if isinstance(value, float) and name != "eval_time"}
 
 
+def usage_of(folder: str, command: str, config: dict) -> tuple[str, str]:
+    """The pipeline tag of a saved model, and the lines that load it."""
+    if command == "train_rm" and config["lora_rank"]:  # transformers gives an adapter no head of another size
+        return "text-classification", USAGE_OF_HEAD.format(base=config["pretrain"])
+    tag, auto_class, reader = "text-generation", "AutoModelForCausalLM", "AutoTokenizer"
+    if command == "train_rm":
+        tag, auto_class = "text-classification", "AutoModelForSequenceClassification"
+    elif any(os.path.isfile(os.path.join(folder, name)) for name in PROCESSORS_OF_IMAGES):
+        tag, auto_class, reader = "image-text-to-text", "AutoModelForImageTextToText", "AutoProcessor"
+    return tag, USAGE.format(auto_class=auto_class, reader=reader, name=reader.removeprefix("Auto").lower())
+
+
 def write_model_card(folder: str, command: str, config: dict, progress: Progress, data: str, results: dict) -> None:
     """Write the README.md of a saved model: its base, its `data` in words, its flags and its last `results`.
 
@@ -240,17 +261,15 @@ def write_model_card(folder: str, command: str, config: dict, progress: Progress
     rows = "".join(f"| {_plain(name)} | {_plain(value)} |\n" for name, value in facts.items())
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     library = "peft" if config["lora_rank"] else "transformers"
-    scores = command == "train_rm"
     head = {"library_name": library, "tags": [command]}
     if not os.path.exists(config["pretrain"]):  # the hub refuses a card whose base model is a folder
         head["base_model"] = config["pretrain"]
-    head["pipeline_tag"] = "text-classification" if scores else "text-generation"
+    head["pipeline_tag"], usage = usage_of(folder, command, config)
     if public := [
         name for name in names_in(config["dataset"]) if HUB_NAME.fullmatch(name) and not os.path.exists(name)
     ]:
         head["datasets"] = public
     front = yaml.safe_dump(head)
-    usage = USAGE.format(auto_class="AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM")
     with open(os.path.join(folder, "README.md"), "w", encoding="utf-8", errors="replace") as file:
         file.write(
             f"---\n{front}---\n\n# Trained from {_plain(config['pretrain'])}\n\n| | |\n|---|---|\n{rows}\n"
