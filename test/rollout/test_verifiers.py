@@ -1,5 +1,6 @@
 """Environments of the package `verifiers` run unchanged, token for token. Run by scripts/check_verifiers.sh."""
 
+import asyncio
 import os
 import sys
 
@@ -197,6 +198,9 @@ def test_agents_programs_and_versions_that_are_refused(monkeypatch):
     tokenizer, turns = byte_tokenizer("qwen3"), ["One.<|im_end|>"] * 2
     row = row_of(environment("plays", {}))
 
+    async def unreachable(*address):
+        raise OSError("Network is unreachable")
+
     def tried(how: str, **config) -> str:
         env = environment("plays", {"harness": {"id": "plays", "play": how}}, **config)
         return play(env, tokenizer, "qwen3", turns, row)[0].failed
@@ -209,6 +213,9 @@ def test_agents_programs_and_versions_that_are_refused(monkeypatch):
     sides = {"id": "user-sim", "taskset": {"id": "plays"}, "assistant": seat, "user": seat}
     sample, _ = play(vf.load_environment(vf.resolve_env_config(sides)), tokenizer, "qwen3", turns, row)
     assert "its agent user is not trained, and asks the trainer" in sample.failed
+    with monkeypatch.context() as sandbox:
+        sandbox.setattr(asyncio, "open_connection", unreachable)
+        assert "cannot reach the trainer (Network is unreachable), as with --env_sandbox" in tried("once")
     with pytest.raises(UserError, match=r"agent.max_output_tokens \(allowed: --generate_max_len"):
         from_verifiers(environment("plays", {"max_output_tokens": 9}))
     monkeypatch.setattr(verifiers_env, "version", lambda name: "0.5.1")

@@ -76,13 +76,23 @@ class Endpoint:
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+            port = runner.addresses[0][1]
+            await self._check_network(port)
+            url = f"http://127.0.0.1:{port}/v1"
             async with self.env.serving():
                 client = vf.EvalClientConfig(base_url=url, api_key_var="TRAINER_HAS_NO_KEY")
                 self._ready.set_result(vf.ModelContext(model="policy", client=client))
                 await self._over.wait()
         finally:
             await runner.cleanup()
+
+    async def _check_network(self, port: int) -> None:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError as error:
+            found = f"programs of verifiers cannot reach the trainer ({error}), as with --env_sandbox: remove the flag"
+            raise RuntimeError(found) from None
+        writer.close()
 
     async def _answer(self, request: web.Request) -> web.Response:
         trace, episode = self.episodes.get(request.headers.get(SESSION_ID_HEADER), (None, None))
