@@ -58,6 +58,7 @@ setup(
         "watch": ["rich>=13"],
         "serve": ["uvicorn>=0.54,<0.55", "starlette>=1,<2", "protobuf>=6"],
         "mcp": ["mcp>=2.3,<3"],
+        "openenv": ["openenv-core>=0.3,<0.4"],
         "sign": ["cryptography>=45"],
         "docs": DOCS,
         "dev": [
