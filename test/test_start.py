@@ -23,7 +23,14 @@ from trainer.models.model_loading import load_tokenizer
 from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.output_folders import check_rights, holds_run, open_folder
 from trainer.runs.run_data import shortened
-from trainer.runs.start_line import check_launcher, count_parameters, multiplies_bf16, resolve_dtype, start_line
+from trainer.runs.start_line import (
+    NO_BF16,
+    check_launcher,
+    count_parameters,
+    multiplies_bf16,
+    resolve_dtype,
+    start_line,
+)
 
 
 @pytest.mark.parametrize("case", ["unknown flag", "missing file", "broken line"])
@@ -57,7 +64,8 @@ def test_a_signal_to_the_command_trainer_ends_its_ranks(demo):
             process.send_signal(signal.SIGINT)
             break
     rest = process.communicate(timeout=120)[0]  # the pipe closes when every rank is gone
-    assert lines[0].endswith("parameters, 2 ranks of fsdp2 dp 2, fp32, learning rate 5e-06, to stopped\n"), lines[0]
+    dtype = "fp32" if multiplies_bf16("cpu") else f"fp32 ({NO_BF16})"
+    assert lines[0].endswith(f"parameters, 2 ranks of fsdp2 dp 2, {dtype}, learning rate 5e-06, to stopped\n"), lines[0]
     stop = json.loads((demo / "stopped/metrics.jsonl").read_text().splitlines()[-1])
     assert stop["event"] == "stop" and stop["reason"] == rest.splitlines()[-1]
     assert "step/s" not in "".join(lines) + rest  # the bar is for terminals
