@@ -13,7 +13,6 @@ from typing import Any, Optional
 
 from trainer.errors import UserError
 from trainer.rollout.envs.tool_env import FLAG, opening_of
-from trainer.rollout.user_code import describe_error
 
 try:
     from openenv.core.client_types import StepResult
@@ -113,7 +112,7 @@ class OpenEnvEnvironment:
         try:
             await self._client.close()
         except Exception as error:  # a warning: the episode has ended
-            raise ConnectionError(f"OpenEnv: {describe_error(error)}") from None
+            raise _lost(error) from None
 
     async def _answer(self, asked: Awaitable[StepResult]) -> tuple[StepResult, str]:
         """(a checked result, its observation as a text)."""
@@ -125,7 +124,11 @@ class OpenEnvEnvironment:
             text = "" if result.done else self._show(result.observation)
             return dataclasses.replace(result, reward=reward), text
         except Exception as error:  # of the connection, of the server, or of a client that cannot read the answer
-            raise ConnectionError(f"OpenEnv: {describe_error(error)}") from None
+            raise _lost(error) from None
+
+
+def _lost(error: Exception) -> ConnectionError:
+    return ConnectionError(f"OpenEnv: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def _schema(tool: Any) -> dict:
