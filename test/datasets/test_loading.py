@@ -118,6 +118,7 @@ CSV_FAULTS = {
     "a field too many": ("q,a\nhi,yes,more\nho,no,\n", "line 2", "3 fields"),
     "after a quoted newline": ('q,a\n"x\ny",1,\nho,no,more\n', "line 4", "3 fields"),
     "in a later chunk": ("q,a\n" + "x,y\n" * 10_000 + "x,y,z\n", "line 10002", "3 fields"),
+    "a field too few": ("q,a,b\nx,y,\nx,q2\n", "line 3", "2 fields where the header has 3"),
     "a name twice": ("\nq,q\n1,2\n", "line 2", "'q'"),
     "no name": ("q,\n1,2\n", "line 1", "column 2"),
     "semicolons": ("q;a\nhi;yes\n", "line 1", "one column, whose name has ';': q;a"),

@@ -20,15 +20,18 @@ def read_csv_files(patterns: dict[str, list[str]], names: list[str], where: str)
     patterns: split -> glob patterns of its files. names: all file names. All files have the columns of the first one.
     Every column is text: types guessed from the values would make "007" a 7 and "NA" a missing value.
 
-    Raises: UserError for a header that does not name the columns. Errors of pandas pass through: see `find_csv_fault`.
+    Raises: UserError for a header that does not name the columns, and for a row that does not fit it.
     """
     columns = _columns(names, where)
+    for name in names:
+        if fault := find_csv_fault(name):
+            raise UserError(f"{_place(name, where)} {fault[0]}", fault[1])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # fields beyond the header, which pandas drops
             return _load(patterns, columns)
     except Exception:
-        if not columns or any(map(find_csv_fault, names)):
+        if not columns:
             raise
     return _load(patterns, columns, usecols=columns)  # the extra fields are all empty: the rows end with a comma
 
@@ -43,11 +46,10 @@ def _load(patterns: dict[str, list[str]], columns: list[str], **options: Any) ->
 def _columns(names: list[str], where: str) -> list[str]:
     columns: list[str] = []
     for name in names:
-        place = where if where.endswith(name) else f"{where} {name}"
         with open(name, encoding="utf-8-sig", errors="replace", newline="") as file:
             reader = csv.reader(file)
             header = next((row for row in reader if _is_row(row)), [])
-        place += f" line {reader.line_num}"
+        place = f"{_place(name, where)} line {reader.line_num}"
         check_columns(len(header), place)
         if any(not column.strip() for column in header):
             raise UserError(place, f"column {[c.strip() for c in header].index('') + 1} has no name", "one per column")
@@ -62,22 +64,26 @@ def _columns(names: list[str], where: str) -> list[str]:
     return columns
 
 
+def _place(name: str, where: str) -> str:
+    return where if where.endswith(name) else f"{where} {name}"
+
+
 def _is_row(row: list[str]) -> bool:
     """Whether pandas reads the line as a row. It skips blank lines."""
     return len(row) > 1 or bool(row and row[0].strip())
 
 
 def find_csv_fault(path: str) -> tuple[str, str] | None:
-    """Find the first row with more fields than the header: (line, what is wrong there), or None.
+    """Find the first row with more or fewer fields than the header: (line, what is wrong there), or None.
 
-    Empty fields at the end of a row do not count.
+    Empty fields beyond the header do not count. pandas would fill a row up with empty texts, without a word.
     """
     csv.field_size_limit(sys.maxsize)  # a long text is not a fault
     with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
         reader = csv.reader(file)
         num_columns, first_line = 0, 1
         for row in reader:
-            if num_columns and any(row[num_columns:]):
+            if num_columns and (any(row[num_columns:]) or (len(row) < num_columns and _is_row(row))):
                 return f"line {first_line}", f"{len(row)} fields where the header has {num_columns}"
             num_columns = num_columns or (len(row) if _is_row(row) else 0)
             first_line = reader.line_num + 1

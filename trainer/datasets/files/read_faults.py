@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.datasets.files.csv_files import find_csv_fault
 from trainer.datasets.files.json_files import DECODER, Wrapped, is_array
 from trainer.datasets.library import one_line
 from trainer.datasets.rows import HALF, KINDS, Twice
@@ -22,10 +21,9 @@ def explain(error: Exception, kind: str, names: list[str], where: str) -> UserEr
         [key] = error.__cause__.args
         found = f"one object, which holds rows under its key {key!r}"
         return UserError(where, found, instead=f"Write each row as a line: jq -c '.{key}[]' FILE.json > FILE.jsonl")
-    find_fault = {"json": find_json_fault, "csv": find_csv_fault}.get(kind)
-    for name in names:
-        fault = (find_fault(name) if find_fault else None) or (find_bytes_fault(name) if kind in TEXTS else None)
-        if fault:
+    find_fault = find_json_fault if kind == "json" else find_bytes_fault if kind in TEXTS else None
+    for name in names if find_fault else ():
+        if fault := find_fault(name):
             return _fault_error(where, name, *fault)
     if cure := cure_of_map(error, kind):
         return UserError(where, "a column of the type map, which the datasets library cannot read", instead=cure)
