@@ -26,7 +26,8 @@ def number(text: str) -> float:
     return float(found[-1].replace(",", "")) if found else float("nan")
 
 
-def plain_answers(model_folder: str, rows: list[dict], tokens: int) -> list[str]:
+def plain_answers(model_folder: str, rows: list[dict], tokens: int) -> list[tuple[list[int], str]]:
+    """(token ids, text without special tokens) of each answer."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     found = []
@@ -35,7 +36,8 @@ def plain_answers(model_folder: str, rows: list[dict], tokens: int) -> list[str]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         with torch.no_grad():
             out = model.generate(**ids, do_sample=False, max_new_tokens=tokens)
-        found.append(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+        own = out[0, ids["input_ids"].shape[1] :].tolist()
+        found.append((own, tokenizer.decode(own, skip_special_tokens=True)))
     return found
 
 
@@ -49,12 +51,11 @@ def main(model: str, rows: str, folder: str, count: str = "16", tokens: str = "9
     assert code == 0, output[-3000:]
     answers = [json.loads(line) for line in (Path(folder) / "run/answers.jsonl").read_text().splitlines()]
     plain = plain_answers(model, given, int(tokens))
-    scores = [float(number(text) == number(row["answer"])) for text, row in zip(plain, given, strict=True)]
-    print("columns of an answer:", ", ".join(answers[0]))
-    same = [mine["response"] == text for mine, text in zip(answers, plain, strict=True)]
+    scores = [float(number(text) == number(row["answer"])) for (_, text), row in zip(plain, given, strict=True)]
+    same = [mine["response_ids"] == own for mine, (own, _) in zip(answers, plain, strict=True)]
     agree = [mine["score"] == score for mine, score in zip(answers, scores, strict=True)]
     print(
-        f"{sum(same)} of {len(same)} answers are equal, {sum(agree)} of {len(agree)} scores, {sum(scores):g} are right"
+        f"{sum(same)} of {len(same)} answers have equal tokens, {sum(agree)} of {len(agree)} scores, {sum(scores):g} are right"
     )
     assert all(same) and all(agree)
 
