@@ -1,5 +1,6 @@
 """Environments of OpenEnv on their own server, through their own client. Run by scripts/check_openenv.sh."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -264,3 +265,12 @@ def test_no_server_and_wrong_arguments():
         from_openenv(lambda: GenericEnvClient(address), guess, lambda task, answer: 0.0)
     with pytest.raises(UserError, match="GenericEnvClient lists no tools"):
         from_openenv(lambda: GenericEnvClient(address))()
+
+
+def test_a_server_that_lists_no_tools_costs_the_episode():
+    class Gone:
+        async def list_tools(self):
+            raise RuntimeError("closed")
+
+    with pytest.raises(ConnectionError, match=r"^OpenEnv: RuntimeError: closed$"):
+        asyncio.run(from_openenv(Gone)().reset({"prompt": "go"}))

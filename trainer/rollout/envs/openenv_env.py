@@ -73,7 +73,10 @@ class OpenEnvEnvironment:
     async def reset(self, task: dict) -> list[dict]:
         self._task = task
         if self._action is None:  # before the reset, as it is a step
-            self.tools = [_schema(tool) for tool in await self._client.list_tools()]
+            try:
+                self.tools = [_schema(tool) for tool in await self._client.list_tools()]
+            except Exception as error:  # as in `_answer`
+                raise _lost(error) from None
         seed = zlib.crc32(json.dumps(task, sort_keys=True, default=str).encode()) >> 1  # 31 bits
         columns = {name: value for name, value in task.items() if value is not None}
         result, text = await self._answer(self._client.reset(**{"seed": seed, **columns}))
