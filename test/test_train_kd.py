@@ -40,7 +40,7 @@ LAYOUTS = {
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kd")
     make_demo(str(folder / "demo"))
-    make_teacher(str(folder / "demo"), str(folder / "teacher"))
+    make_teacher(str(folder / "demo/model"), str(folder / "teacher"))
 
     def line(name: str, more: str) -> list[str]:
         more = more.replace("--dataset ", f"--dataset {folder}/demo/") + f" --teacher {folder}/teacher"

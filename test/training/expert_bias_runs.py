@@ -44,7 +44,7 @@ def main() -> None:
 
         if model not in references:
             folder.mkdir()
-            run_ranks(lambda m=model, f=folder: zoo._build(tiny_config(m), f, here), 1, folder / "build.log", 60)
+            run_ranks(lambda m=model, f=folder: zoo._build(tiny_config(m), f), 1, folder / "build.log", 60)
             plain_flags = line("reference")
             references[model] = run_ranks(lambda r=plain_flags: zoo.plain_loop(r), 1, folder / "reference.log", 60)
         run_flags = [*line(name), *flags]
