@@ -196,7 +196,7 @@ def test_layouts_give_the_losses_of_one_rank(tmp_path):
     adam = {"learning_rate": RATE, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip_norm": 1.0}
 
     def run(name: str) -> None:
-        given, args = check([*flags, *LAYOUTS[name][1], "--micro_train_batch_size", "2", "--max_len", "64"])
+        args, given = check([*flags, *LAYOUTS[name][1], "--micro_train_batch_size", "2", "--max_len", "64"])
         models, _ = client_models(args, given.server.sample_batch_size)
         found = []
         for number in (0, 1):
