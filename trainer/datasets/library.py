@@ -66,3 +66,8 @@ def map_cached(
     except OSError as error:
         allowed = "a folder with free space; HF_DATASETS_CACHE names it"
         raise UserError(folder, error.strerror or str(error), allowed) from None
+
+
+def place_of_file(name: str, where: str) -> str:
+    """The place of a file in errors: `where`, a flag and the name of a set, which may be this file or hold it."""
+    return where if where.endswith(name) else f"{where} {name}"

@@ -9,6 +9,7 @@ import datasets
 import pandas as pd
 
 from trainer.datasets.files.input_checks import check_columns
+from trainer.datasets.library import place_of_file
 from trainer.errors import UserError
 
 OTHER_MARKS = (";", "\t", "|")  # that some programs write between columns
@@ -25,7 +26,7 @@ def read_csv_files(patterns: dict[str, list[str]], names: list[str], where: str)
     columns = _columns(names, where)
     for name in names:
         if fault := find_csv_fault(name):
-            raise UserError(f"{_place(name, where)} {fault[0]}", fault[1])
+            raise UserError(f"{place_of_file(name, where)} {fault[0]}", fault[1])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # fields beyond the header, which pandas drops
@@ -49,7 +50,7 @@ def _columns(names: list[str], where: str) -> list[str]:
         with open(name, encoding="utf-8-sig", errors="replace", newline="") as file:
             reader = csv.reader(file)
             header = next((row for row in reader if _is_row(row)), [])
-        place = f"{_place(name, where)} line {reader.line_num}"
+        place = f"{place_of_file(name, where)} line {reader.line_num}"
         check_columns(len(header), place)
         if any(not column.strip() for column in header):
             raise UserError(place, f"column {[c.strip() for c in header].index('') + 1} has no name", "one per column")
@@ -62,10 +63,6 @@ def _columns(names: list[str], where: str) -> list[str]:
             raise UserError(place, f"columns {', '.join(header)}", f"the same as in {names[0]}: {', '.join(columns)}")
         columns = columns or header
     return columns
-
-
-def _place(name: str, where: str) -> str:
-    return where if where.endswith(name) else f"{where} {name}"
 
 
 def _is_row(row: list[str]) -> bool:

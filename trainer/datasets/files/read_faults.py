@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.datasets.files.json_files import DECODER, Wrapped, is_array
-from trainer.datasets.library import one_line
+from trainer.datasets.library import one_line, place_of_file
 from trainer.datasets.rows import HALF, KINDS, Twice
 from trainer.errors import UserError
 
@@ -55,7 +55,7 @@ def find_bytes_fault(path: str) -> tuple[str, str] | None:
 
 def _fault_error(where: str, name: str, place: str, found: str) -> UserError:
     cure = "UTF-8, as iconv -t UTF-8 writes it" if found == NOT_UTF8 else ""
-    return UserError(f"{where} {place}" if where.endswith(name) else f"{where} {name} {place}", found, cure)
+    return UserError(f"{place_of_file(name, where)} {place}", found, cure)
 
 
 def find_json_fault(path: str) -> tuple[str, str] | None:
