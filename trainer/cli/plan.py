@@ -14,8 +14,7 @@ from trainer.help_texts import OneLineParser
 from trainer.planning import plan_inputs as inputs
 from trainer.planning.idle_share import Lengths
 
-SERVERS = "vllm_server"
-ENGINES = ("hf", "vllm", SERVERS)
+ENGINES = ("hf", "vllm", inputs.ON_SERVERS)
 ROLLOUT_FLAGS = {  # kind, default, help
     "servers": (int, 0, "vllm_server: number of servers, on GPUs of their own"),
     "engine_tensor_parallel_size": (int, 1, "vllm and servers: GPUs of an engine"),
@@ -84,19 +83,19 @@ def rollouts_of(engine: Optional[str], flags: dict, gpus: int, max_len: int) -> 
     refused = {
         None: (*ROLLOUT_FLAGS, "sync_deltas"),
         "vllm": ("servers", "sync_deltas", "changed_share", "max_staleness"),
+        "hf": ("servers", "sync_deltas", "changed_share", "engine_tensor_parallel_size", "engine_memory"),
     }
-    refused["hf"] = ("servers", "sync_deltas", "changed_share", "engine_tensor_parallel_size", "engine_memory")
     usual = {name: default for name, (_, default, _) in ROLLOUT_FLAGS.items()} | {"sync_deltas": False}
     for name in refused.get(engine, () if flags["sync_deltas"] else ("changed_share",)):
         if flags[name] != usual[name]:
             where = f"with --rollout_engine {engine}" if engine else "without --rollout_engine"
-            where = "without --sync_deltas" if engine == SERVERS else where
+            where = "without --sync_deltas" if engine == inputs.ON_SERVERS else where
             raise UserError(f"--{name}", f"{flags[name]} {where}, where it has no meaning", "leave it out")
     if engine is None:
         return None
-    if engine == SERVERS and flags["servers"] < 1:
+    if engine == inputs.ON_SERVERS and flags["servers"] < 1:
         raise UserError("--servers", str(flags["servers"]), f"1 or more with --rollout_engine {engine}")
-    if engine != SERVERS and gpus % flags["engine_tensor_parallel_size"]:
+    if engine != inputs.ON_SERVERS and gpus % flags["engine_tensor_parallel_size"]:
         raise UserError(
             "--engine_tensor_parallel_size", str(flags["engine_tensor_parallel_size"]), f"a divisor of {gpus}"
         )
@@ -109,7 +108,7 @@ def rollouts_of(engine: Optional[str], flags: dict, gpus: int, max_len: int) -> 
         raise UserError("--prompt_len", str(flags["prompt_len"]), f"less than --max_len {max_len}")
     return inputs.Rollouts(
         engine, flags["engine_tensor_parallel_size"], flags["servers"],
-        flags["engine_memory"] or (0.9 if engine == SERVERS else 0.5), flags["micro_rollout_batch_size"],
+        flags["engine_memory"] or (0.9 if engine == inputs.ON_SERVERS else 0.5), flags["micro_rollout_batch_size"],
         flags["max_staleness"], flags["sync_deltas"], flags["changed_share"], flags["rollout_batch_size"],
         flags["n_samples_per_prompt"], flags["prompt_len"],
         Lengths(flags["response_median"], flags["response_spread"], longest), flags["token_rate"],

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Optional
 
 from trainer.planning.idle_share import Idle, simulated
-from trainer.planning.plan_inputs import GB, Machine, Rollouts
+from trainer.planning.plan_inputs import GB, ON_SERVERS, Machine, Rollouts
 from trainer.planning.plan_memory import BF16, FP32, Layout, Sizes
 from trainer.planning.plan_traffic import Sent, gathered
 from trainer.rollout.engines.weight_stream import WHOLE, Head
 
-ON_SERVERS = "vllm_server"
 STALE_COPIES = 2  # of a machine: the weights that the threads load, and those that the next sync gathers
 SIMULATED = 20  # rollouts
 

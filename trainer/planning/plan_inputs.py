@@ -7,6 +7,7 @@ from trainer.errors import UserError
 from trainer.planning.idle_share import Lengths
 
 GB = 1e9
+ON_SERVERS = "vllm_server"  # the engine on GPUs of its own
 # a GPU and its node, unless flags say otherwise. The rates are what training reaches, not peaks
 GPU_MEMORY, HOST_MEMORY = 80, 1000  # GB of one GPU, and of one node
 RESERVE = 8  # GB of a GPU for the driver, NCCL and fragments
