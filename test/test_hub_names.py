@@ -13,8 +13,7 @@ from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, Reposit
 
 from trainer.datasets.files.set_names import names_on_hub
 from trainer.errors import UserError
-from trainer.model_folders.folder_names import check_model_name
-from trainer.model_folders.hub_names import check_on_hub
+from trainer.model_folders.folder_names import check_model_name, check_on_hub
 
 ANSWER = httpx2.Response(404, request=httpx2.Request("GET", "https://huggingface.co/api/models/a/b"))
 ERRORS = {

@@ -15,8 +15,7 @@ from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS, refuse
 from trainer.limits import read_model_config
 from trainer.model_folders.adapter_folder import adapter_here, base_folder, is_adapter, read_adapter
-from trainer.model_folders.folder_names import check_model_name
-from trainer.model_folders.hub_names import check_on_hub
+from trainer.model_folders.folder_names import check_model_name, check_on_hub
 from trainer.runs import output_folders
 from trainer.runs.start_line import resolve_dtype
 from trainer.strategies import refuse_options
