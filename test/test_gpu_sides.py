@@ -28,7 +28,7 @@ from trainer.flags.preference_flags import PreferenceArguments
 from trainer.flags.rl_flags import RolloutArguments
 from trainer.metrics import Rows
 from trainer.model_parallel import expert_parallel
-from trainer.models.attention import flash, flash_limits
+from trainer.models.attention import flash
 from trainer.models.attention.flash import use_flash_attention_3
 from trainer.planning import auto_layout, doctor_findings, doctor_machine, plan_inputs
 from trainer.rollout.engines.hf import HFEngine
@@ -362,12 +362,12 @@ def test_the_rate_of_a_step_is_a_share_of_the_peak_of_all_gpus(calls):
 
 
 def test_flash_attention_needs_a_gpu_of_its_time(calls, monkeypatch):
-    monkeypatch.setattr(flash_limits, "flash_fault", lambda version: None)  # the package is there
+    monkeypatch.setattr(flash, "flash_fault", lambda version: None)  # the package is there
     calls.note(torch.cuda, "get_device_capability", (9, 0))
-    flash_limits.validate_flash_attention("flash_attention_2", "cuda")
+    flash.validate_flash_attention("flash_attention_2", "cuda")
     calls.note(torch.cuda, "get_device_capability", (7, 5))
     with pytest.raises(UserError, match=r"compute capability 7\.5; it needs 8\.0"):
-        flash_limits.validate_flash_attention("flash_attention_2", "cuda")
+        flash.validate_flash_attention("flash_attention_2", "cuda")
 
 
 def test_experts_of_odd_widths_are_refused_where_a_gpu_would_fail():

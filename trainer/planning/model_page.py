@@ -19,7 +19,7 @@ from trainer.model_folders.model_folder import plain_class
 from trainer.model_parallel.expert_parallel import validate_experts
 from trainer.model_parallel.tensor_parallel import resolve_tp_plan, validate_tp_sizes
 from trainer.models.attention.choice import validate_heads, validate_packed_model, validate_split_model
-from trainer.models.attention.flash_limits import validate_head_dims
+from trainer.models.attention.flash import validate_head_dims
 from trainer.models.attention.varlen import NAME
 from trainer.models.layers.head_shares import shared_over
 from trainer.models.layers.recurrent_layers import mixers_of, restart_at_documents

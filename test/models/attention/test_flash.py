@@ -12,8 +12,8 @@ from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.parse_flags import from_flat
 from trainer.flags.rules import refuse
-from trainer.models.attention import flash, flash_limits
-from trainer.models.attention.choice import resolve_attention
+from trainer.models.attention import flash
+from trainer.models.attention.choice import resolve_attention, validate_flash_model
 from trainer.models.attention.kernels import block_backward, block_forward
 
 
@@ -87,9 +87,9 @@ def test_an_old_gpu_has_no_flash_kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     assert kernels_of_a_block(64) == EFFICIENT
     with pytest.raises(UserError, match=r"compute capability 7\.5; it needs 8\.0"):
-        flash_limits.validate_capability("flash_attention_2", (7, 5))
+        flash.validate_capability("flash_attention_2", (7, 5))
     with pytest.raises(UserError, match=r"flash_attention_3 on a GPU of compute capability 10\.0; it ends at 9\.0"):
-        flash_limits.validate_capability("flash_attention_3", (10, 0))
+        flash.validate_capability("flash_attention_3", (10, 0))
 
 
 def test_flash_attn_4_is_not_flash_attn_2(only_flash_attn_4):
@@ -117,17 +117,17 @@ def test_fp32_and_wide_heads_are_refused():
             UserError, match=r"flash_att\w+ with --param_dtype fp32: its kernels are for half precision"
         ):
             refuse("train_sft", flags)
-    flash_limits.validate_head_dims(Gemma2Config(head_dim=256))
+    flash.validate_head_dims(Gemma2Config(head_dim=256))
     with pytest.raises(UserError, match="head_dim 512 of llama; it ends at 256"):
-        flash_limits.validate_head_dims(LlamaConfig(hidden_size=1024, num_attention_heads=2))
+        flash.validate_head_dims(LlamaConfig(hidden_size=1024, num_attention_heads=2))
 
 
 def test_models_that_transformers_would_give_another_kernel():
     """For gpt-oss, transformers would load a kernel from the hub in place of the one that was asked for."""
     for config, name in ((GptOssConfig(), "flash_attention_2"), (BloomConfig(), "flash_attention_3")):
         with pytest.raises(UserError, match=f"{name}, which {config.model_type} does not have in transformers"):
-            flash_limits.validate_flash_model(config, AutoModelForCausalLM, name)
-    flash_limits.validate_flash_model(LlamaConfig(), AutoModelForCausalLM, "flash_attention_3")
+            validate_flash_model(config, AutoModelForCausalLM, name)
+    validate_flash_model(LlamaConfig(), AutoModelForCausalLM, "flash_attention_3")
 
 
 def test_the_ring_does_not_use_flash_attn_3():

@@ -11,7 +11,7 @@ from trainer.model_parallel.tp_plans import heads_divide
 from trainer.models.attention import ring_package
 from trainer.models.attention.attention_call import read_call
 from trainer.models.attention.exact_attention import exact_attention
-from trainer.models.attention.flash_limits import validate_flash_attention, validate_flash_model, validate_head_dims
+from trainer.models.attention.flash import FLAG, OTHERS, validate_flash_attention, validate_head_dims
 from trainer.models.attention.ring import ring_attention
 from trainer.models.attention.ulysses import ulysses_attention, validate_ulysses
 from trainer.models.attention.varlen import (
@@ -21,6 +21,7 @@ from trainer.models.attention.varlen import (
     validate_registered_attention,
 )
 from trainer.models.layers.model_call import remember_call
+from trainer.models.model_loading import model_class
 
 SPLIT = {"ring": ring_attention, "ulysses": ulysses_attention, "ring_package": ring_package.package_attention}
 
@@ -61,6 +62,16 @@ def validate_model(folder: str, trust_remote_code: bool, attention: str, packed:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         validate_head_dims(config, attention)
         validate_flash_model(config, auto_class, attention)
+
+
+def validate_flash_model(config, auto_class, attention: str) -> None:
+    """Raise UserError for a model for which transformers would silently use another kernel."""
+    kind = model_class(config, auto_class._model_mapping)
+    if kind is None:
+        return
+    compatible = kind._compatible_flash_implementations
+    if not kind._supports_flash_attn or (compatible is not None and attention not in compatible):
+        raise UserError(FLAG, f"{attention}, which {config.model_type} does not have in transformers", OTHERS)
 
 
 def setup_attention(

@@ -1,7 +1,8 @@
 """Which flash-attention kernels can run here, from the packages flash-attn 2, 3 and 4 or from torch.
 
 The kernels need fp16 or bf16, a head_dim of at most 256, and a GPU of compute capability 8.0 (Ampere) or newer. torch's
-kernel also needs a head_dim that is a multiple of 8. `flash_limits.py` checks the flags.
+kernel also needs a head_dim that is a multiple of 8. The functions `validate_*` refuse
+--attn_implementation flash_attention_2 and flash_attention_3 by this, before the model is read.
 """
 
 import functools
@@ -12,7 +13,8 @@ from typing import Optional
 import torch
 from torch.nn.attention import activate_flash_attention_impl
 
-from trainer.errors import one_line
+from trainer.errors import UserError, one_line
+from trainer.metrics import layer_configs
 
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
@@ -20,6 +22,12 @@ HOPPER = (9, 0)
 # flash-attn-4 installs into the same folder, flash_attn, as flash-attn 2, but it has none of its modules
 PACKAGES = {2: "flash-attn", 3: "flash-attn-3", 4: "flash-attn-4"}
 MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface"}
+FLAG, OTHERS = "--attn_implementation", "sdpa, eager"
+SOURCES = {
+    2: "flash-attn: pip install -e '.[flash]'",
+    3: "flash-attn 3, of github.com/Dao-AILab/flash-attention, hopper",
+}
+BLACKWELL = (10, 0)  # flash-attn 3 has kernels for compute capability 8.x and 9.0 only
 
 
 @functools.cache
@@ -74,3 +82,32 @@ def flash_fits(query: torch.Tensor, value: torch.Tensor) -> bool:
 @functools.cache
 def _is_new_enough(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
+def validate_flash_attention(attention: str, device: str) -> None:
+    """Raise UserError if flash_attention_2 or _3 cannot run on this machine."""
+    version = int(attention[-1])
+    if fault := flash_fault(version):
+        raise UserError(FLAG, f"{attention} needs {SOURCES[version]}; {fault}", OTHERS)
+    if device == "cpu" or not torch.cuda.is_available():
+        raise UserError(FLAG, f"{attention} without a CUDA device", OTHERS)
+    validate_capability(attention, torch.cuda.get_device_capability())
+
+
+def validate_capability(attention: str, capability: tuple[int, int]) -> None:
+    """Raise UserError for a GPU that is older, or for flash-attn 3 newer, than the package supports."""
+    found = f"{attention} on a GPU of compute capability {capability[0]}.{capability[1]}"
+    if capability < MIN_CAPABILITY:
+        raise UserError(FLAG, f"{found}; it needs 8.0", OTHERS)
+    if attention == "flash_attention_3" and capability >= BLACKWELL:
+        raise UserError(FLAG, f"{found}; it ends at 9.0", f"{OTHERS}, flash_attention_2")
+
+
+def validate_head_dims(config, attention: str = "flash_attention_2") -> None:
+    """Raise UserError for a transformers config with heads that are too wide for flash-attn."""
+    for layer in layer_configs(config.get_text_config()):
+        heads = getattr(layer, "num_attention_heads", None)  # Mamba has none
+        head_dim = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else 0)
+        if head_dim > MAX_HEAD_DIM:
+            found = f"{attention} with head_dim {head_dim} of {config.model_type}; it ends at {MAX_HEAD_DIM}"
+            raise UserError(FLAG, found, OTHERS)
