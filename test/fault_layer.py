@@ -55,13 +55,13 @@ class FaultLayer:
         """Put the layer into this process, for good."""
         real_open = builtins.open
 
-        def open_file(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, *rest):
+        def open_file(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, *rest, **named):
             path, writes = self.covers(file), set(mode) & set("wax+")
             if path is None:
-                return real_open(file, mode, buffering, encoding, errors, newline, *rest)
+                return real_open(file, mode, buffering, encoding, errors, newline, *rest, **named)
             self.point("open" if writes else READ, path)
             if not writes:
-                return real_open(file, mode, buffering, encoding, errors, newline, *rest)
+                return real_open(file, mode, buffering, encoding, errors, newline, *rest, **named)
             raw = _File(path, mode.translate({ord("b"): None, ord("t"): None}), self)
             if buffering == 0:
                 return raw

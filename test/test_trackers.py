@@ -9,10 +9,15 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from trainer.cli import train_sft
+from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.errors import UserError
+from trainer.flags.common_flags import OutputArguments
 from trainer.metrics import MetricsLog
+from trainer.runs.outputs import start_metrics
+from trainer.training.checkpointing import Progress
 
 calls: list[tuple] = []
 
@@ -117,6 +122,17 @@ def test_swanlab(trackers, tmp_path):
     assert rest[2] == ("swanlab.log", {"data": {"samples": TABLE}, "step": 3})
     calls.clear()
     assert write(tmp_path, "swanlab", run_ids) == run_ids and calls[0][1]["id"] == run_ids["swanlab"]
+
+
+@pytest.mark.parametrize("in_its_folder", [True, False])
+def test_a_checkpoint_from_elsewhere_names_no_run_of_a_tracker(in_its_folder, trackers, tmp_path):
+    if in_its_folder:
+        (tmp_path / "metrics.jsonl").write_text('{"event": "start"}\n')
+    progress = Progress(step=2, swanlab_run_id="x" * 21)
+    checkpoints = SimpleNamespace(progress=progress, kept_rows=[], changes=[], metrics=None)
+    strategy = SimpleNamespace(is_rank_0=lambda: True, sizes=MeshSizes(1, 1, 1, 1), device=torch.device("cpu"))
+    start_metrics(strategy, {}, OutputArguments(report_to="swanlab"), str(tmp_path), checkpoints).close()
+    assert (calls[0][1]["id"] == "x" * 21) == in_its_folder and progress.swanlab_run_id == calls[0][1]["id"]
 
 
 def test_a_tracker_that_fails_is_left_out_and_one_that_does_not_start_is_one_line(trackers, tmp_path, capsys):

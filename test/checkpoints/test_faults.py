@@ -1,4 +1,4 @@
-"""Samples of `test/fault_runs.py`, where each operation on a file fails, and of `test/fuzz_folders.py`, random damage."""
+"""Samples of `test/fault_runs.py` and `test/export_faults.py`, where each operation on a file fails, and of `test/fuzz_folders.py`."""
 
 import errno
 import os
@@ -23,6 +23,11 @@ def test_a_clock_that_jumps_moves_no_checkpoint():
     own = ["fsdp2", "--sample", "3", "--kinds", "an hour back", "a day on"]
     code, output = forked(1, str(ROOT / "test/fault_runs.py"), *own, timeout=200)
     assert code == 0 and "3 faults" in output and "0 failures" in output, output[-6000:]
+
+
+def test_an_export_is_whole_or_not_there():
+    code, output = forked(1, str(ROOT / "test/export_faults.py"), "--sample", "6", "--seed", "3", timeout=200)
+    assert code == 0 and "24 faults" in output and "0 failures" in output, output[-6000:]
 
 
 def test_random_damage_is_noticed_or_harmless():

@@ -304,14 +304,13 @@ def write_merged_model(
     model = merged_model(base, source)
     model = model.to(dtype or model.dtype)
     tensors = all_tensors(model).items()
-    save_pretrained(tensors, model, tokenizer, target, model.dtype, True, max_shard_bytes)
+    whole = target + ".tmp"  # OUT appears with its card
+    save_pretrained(tensors, model, tokenizer, whole, model.dtype, True, max_shard_bytes)
     card = os.path.join(source, "README.md")
     if os.path.exists(card):  # the adapter's, which says how it was trained
-        with (
-            open(card, encoding="utf-8") as file,
-            open(os.path.join(target, "README.md"), "w", encoding="utf-8") as out,
-        ):
+        with open(card, encoding="utf-8") as file, open(os.path.join(whole, "README.md"), "w", encoding="utf-8") as out:
             out.write(file.read().replace("library_name: peft", "library_name: transformers", 1))
+    commit_folder(whole, target)
 
 
 def merged_model(base: str, source: str) -> torch.nn.Module:

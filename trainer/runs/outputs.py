@@ -98,7 +98,8 @@ def start_metrics(
         project=output.wandb_project,
         run_name=output.run_name,
         config=config,
-        run_ids={tracker: vars(progress).get(f"{tracker}_run_id") for tracker in trackers},
+        # a checkpoint from elsewhere may name any run of this user's account
+        run_ids={tracker: vars(progress).get(f"{tracker}_run_id") if goes_on else None for tracker in trackers},
         needs_whole=output.certificate,
     )
     for tracker, run_id in metrics.run_ids.items():
