@@ -8,6 +8,7 @@ from torch.distributed.utils import _to_kwargs
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen3Config, SchedulerType
 
 from trainer.datasets.batches.packing import IGNORE, collate_packed, collate_padded, model_inputs, shifted_labels
+from trainer.errors import UserError
 from trainer.flags.common_flags import SCHEDULES
 from trainer.methods.sft import sft_loss
 from trainer.models.attention.attention_call import document_bounds
@@ -133,6 +134,19 @@ def test_a_warm_up_begins_above_0(name):
     assert rates_of(name, 50, 0.5, warmup_steps=5) == rates and rates_of(name, 50, 0.1, 0) == rates_of(name, 50, 0.0)
     assert rates_of(name, total_steps=1, warmup_ratio=0.03) == [0.5]
     assert rates_of(name, total_steps=3, warmup_ratio=1.0) == pytest.approx([0.25, 0.5, 0.75])
+
+
+def test_a_schedule_whose_rates_are_all_0_is_refused():
+    """This one begins its cosine one step late, so it ends at 0 in a run of one step without warm-up."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    options = {"warmup_ratio": 0.0, "min_lr_ratio": 0.0}
+    with pytest.raises(
+        UserError, match=r"--lr_scheduler: cosine_warmup_with_min_lr has a rate of 0 in every step of 1"
+    ):
+        build_scheduler("cosine_warmup_with_min_lr", optimizer, total_steps=1, **options)
+    for name in SCHEDULES:
+        for steps in (1, 2, 3) if name != "cosine_warmup_with_min_lr" else (2, 3):
+            build_scheduler(name, torch.optim.AdamW(optimizer.param_groups[0]["params"]), total_steps=steps, **options)
     assert rates_of(name, total_steps=20, warmup_ratio=0.0)[0] == pytest.approx(1.0, abs=0.01)
 
 

@@ -57,6 +57,7 @@ def build_scheduler(
     None means ceil(warmup_ratio * total_steps).
 
     Step i of the warm-up, counted from 1, has i / (n + 1) of the peak. transformers begins at 0, which wastes a step.
+    Raises UserError for a schedule whose rates are 0 in every step.
     """
     if name == "constant":
         warmup_steps = 0
@@ -73,7 +74,12 @@ def build_scheduler(
         scheduler = get_scheduler(name, optimizer, **numbers, scheduler_specific_kwargs=specific)
     except ValueError as error:  # polynomial: a peak below its end of 1e-7
         raise UserError("--lr_scheduler", f"{name}: {error}") from None
-    return LambdaLR(optimizer, [_warmed_up(share, warmup_steps) for share in scheduler.lr_lambdas])
+    shares = [_warmed_up(share, warmup_steps) for share in scheduler.lr_lambdas]
+    peaks = [group["initial_lr"] for group in optimizer.param_groups]
+    if not any(peak * share(step) for peak, share in zip(peaks, shares) for step in range(total_steps)):
+        found = f"{name} has a rate of 0 in every step of {total_steps}, so nothing would train"
+        raise UserError("--lr_scheduler", found, "another schedule, or more steps")
+    return LambdaLR(optimizer, shares)
 
 
 def _warmed_up(share: Callable[[int], float], warmup_steps: int) -> Callable[[int], float]:
