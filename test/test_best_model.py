@@ -1,5 +1,6 @@
 """Early stopping ends at the step that the printed evaluations say, on each layout and after a resume; model/ is the best one."""
 
+import math
 import os
 
 import pytest
@@ -128,7 +129,8 @@ def test_a_checkpoint_without_optimizer_has_the_weights_and_no_run_goes_on_from_
 def test_patience_counts_evaluations_that_are_not_better():
     checkpoints = Checkpoints.__new__(Checkpoints)
     checkpoints.policy, progress = SavePolicy(best_metric_key="eval_reward", early_stopping_patience=2), Progress()
-    for value, patient in ((1.0, True), (1.0, True), (2.0, True), (float("nan"), True), (1.5, False)):
+    assert not checkpoints._is_best(progress, {"eval_reward": math.nan}) and progress.best_step is None
+    for value, patient in ((1.0, True), (1.0, True), (2.0, True), (math.nan, True), (1.5, False)):
         checkpoints._is_best(progress, {"eval_reward": value})
         assert checkpoints.policy.has_lost_patience(progress) is not patient
     assert progress.best_metric == 2.0

@@ -1,6 +1,7 @@
 """Runs that train nothing, or whose weights break, end with one line, and save no model."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.metrics import step_line
 from trainer.training.checkpointing import Progress
-from trainer.training.loop import check_applied
+from trainer.training.loop import LoopOptions, StepLog, check_applied
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +81,19 @@ def test_the_line_of_a_step_says_that_it_was_skipped():
     row |= {"step_time": 0.5, "tokens_per_second": 14.0}
     assert step_line(row | {"skipped": True}, 9).endswith("| skipped: not finite")
     assert "skipped" not in step_line(row, 9)
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [([(0.0, 1e-5)], True), ([(1.0, 0.0), (0.0, 1e-5)], True), ([(0.0, 1e-5), (1.0, 1e-5)], False), ([], False)],
+)
+def test_a_run_without_any_gradient_or_rate_says_so(rows, named):
+    """As in RL where all responses to each prompt have one score, or where the policy is frozen in all steps."""
+    printed, progress = [], Progress(step=7)  # it was resumed
+    strategy = SimpleNamespace(is_rank_0=lambda: False, print=printed.append)
+    log = StepLog(strategy, None, LoopOptions(total_steps=9, check_replicas_every=None), progress)
+    for step, (grad_norm, lr) in enumerate(rows, start=8):
+        log.after_step(None, {"step": step, "grad_norm": grad_norm, "lr": lr, "peak_memory_bytes": 0}, None)
+    log.end()
+    expected = f"WARNING: {len(rows)} steps had no gradient or no learning rate, so this run has trained nothing"
+    assert printed == ([expected] if named else [])

@@ -67,7 +67,6 @@ from trainer.training.loop import (
     LoopOptions,
     LossFunction,
     StepLog,
-    check_applied,
     dump,
     forward_backward,
     inspect_gradients,
@@ -123,7 +122,7 @@ def train_ppo(
             with span("save"):
                 run.checkpoints.after_step(progress, eval_metrics, stop.received, num_steps)
         run.checkpoints.end(progress)
-    check_applied(progress)
+    log.end()
     if state.is_used_up(passes):
         kept = f"dynamic filtering kept {state.prompts_kept} of {state.prompts_drawn} prompts"
         strategy.print(f"{kept}: the passes over the prompts end after {progress.step} of {loop.total_steps} steps")

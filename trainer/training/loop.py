@@ -218,6 +218,7 @@ class StepLog:
     def __init__(self, strategy, metrics: Optional[MetricsLog], options: LoopOptions, progress: Progress):
         """`metrics` is rank 0's log. It is None on every other rank."""
         self.strategy, self.metrics, self.options, self.progress = strategy, metrics, options, progress
+        self.num_steps, self.has_trained = 0, False  # of this process
         hidden = None if strategy.is_rank_0() else True
         self.bar = tqdm(total=options.total_steps, initial=progress.step, disable=hidden, unit="step")
 
@@ -228,6 +229,8 @@ class StepLog:
             UserError: too many steps in a row were not finite, or replicas differ.
         """
         options, step = self.options, row["step"]
+        self.num_steps += 1
+        self.has_trained |= bool(row["grad_norm"] and row["lr"])
         self.bar.update()
         if step == 1 or step % MEMORY_EVERY == 0:
             row["peak_memory_per_rank"] = gather_objects(row["peak_memory_bytes"])
@@ -241,6 +244,14 @@ class StepLog:
             raise UserError(f"step {step}", f"{found}; samples [{shown}]")
         if options.check_replicas_every and step % options.check_replicas_every == 0:
             self.strategy.check_replicas(model)
+
+    def end(self) -> None:
+        """Raise UserError as `check_applied`. Say so if no step of this process could change a weight."""
+        check_applied(self.progress)
+        if self.num_steps and not self.has_trained:
+            self.strategy.print(
+                f"WARNING: {self.num_steps} steps had no gradient or no learning rate, so this run has trained nothing"
+            )
 
     def evaluation(self, values: dict[str, float], started: float, digits: int = 9) -> None:
         """Log the values of an evaluation that began at `started`. Raises UserError if one is not finite."""
@@ -317,7 +328,7 @@ def train(
                 log.evaluation(eval_metrics, started)
             checkpoints.after_step(progress, eval_metrics, stop.received)
         checkpoints.end(progress)
-    check_applied(progress)
+    log.end()
     if options.parity_dump:
         dump(strategy, options.parity_dump, "weights_final", strategy.iter_full_params, model)
 
