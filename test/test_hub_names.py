@@ -20,7 +20,9 @@ ERRORS = {
     "no such model": RepositoryNotFoundError("404\nlong", response=ANSWER),
     "let you in": GatedRepoError("403\nlong", response=ANSWER),
     "HF_HUB_OFFLINE is set": OfflineModeIsEnabled("offline"),
-    "no answer from https://huggingface.co: no such host": httpx2.ConnectError("no such host"),
+    "no answer from https://huggingface.co: no such host; HF_ENDPOINT=ADDRESS asks a mirror": httpx2.ConnectError(
+        "no such host"
+    ),
 }
 
 

@@ -76,7 +76,7 @@ def check_on_hub(name: str, flag: str, kind: Literal["model", "dataset"]) -> Non
     except OfflineModeIsEnabled:
         reason = "HF_HUB_OFFLINE is set, and the cache does not have it"
     except Exception as error:  # no network, a wrong certificate, a proxy: each has its own type
-        reason = f"no answer from {constants.ENDPOINT}: {one_line(error)}"
+        reason = f"no answer from {constants.ENDPOINT}: {one_line(error)}; HF_ENDPOINT=ADDRESS asks a mirror"
         if is_cached:
             os.environ["HF_HUB_OFFLINE"] = "1"  # for ranks, and for libraries that are imported later
             constants.HF_HUB_OFFLINE = True
