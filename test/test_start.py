@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
-from launch import run_process, run_until_gone
+from launch import LAUNCHER, _environment, installed, run_process, run_until_gone
 from safetensors.torch import load_file, save_file
 from test_errors import CASES, DATA, MODEL, assert_one_line, demo  # noqa: F401 (demo is a fixture)
 
@@ -71,6 +72,28 @@ def test_a_signal_to_the_command_trainer_ends_its_ranks(demo):
     assert "step/s" not in "".join(lines) + rest  # the bar is for terminals
     assert process.returncode == 75 and "Traceback" not in rest, "".join(lines)[-2000:] + rest
     assert rest.count("SIGINT") == 1 and rest.splitlines()[-1].startswith("stopped by SIGINT"), rest
+
+
+@pytest.mark.parametrize("command", [["trainer.cli.train_sft"], [*LAUNCHER[2:], "2", "-m", "trainer.cli.train_sft"]])
+def test_a_signal_before_the_first_step_is_one_line(demo, command):
+    """Alone and under plain torchrun: Ctrl-C while the libraries load. Every process is gone when the pipe closes."""
+    flags = [*MODEL, *DATA, "--output_dir", "early", "--param_dtype", "fp32"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [sys.executable, "-m", *command, *flags]
+    process = subprocess.Popen(started, cwd=demo, start_new_session=True, env=_environment(**installed()), **streams)
+    first = process.stdout.readline()
+    time.sleep(1)  # the other rank begins later
+    os.killpg(process.pid, signal.SIGINT)
+    rest = process.communicate(timeout=120)[0]
+    assert first.startswith("train_sft: demo/model with") and process.returncode == 75, first + rest
+    assert rest.splitlines()[-1] == "stopped by SIGINT; no step was running, so no checkpoint was saved"
+    assert rest.count("SIGINT") == 1 and "Traceback" not in rest and not (demo / "early").exists(), rest
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "stopped by SIGINT; no step was running"), ("1", "")])
+def test_a_signal_while_a_rank_imports_its_command_has_no_traceback(rank, said):
+    code, output = run_process([sys.executable, "-c", "import trainer.cli; raise KeyboardInterrupt"], RANK=rank)
+    assert code == 75 and output.startswith(said) and len(output.splitlines()) == bool(said), output
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from trainer.errors import Interrupted, UserError, plain
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_USER_ERROR = 2
-EXIT_SIGINT = 130  # as a shell reports Ctrl-C
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: a signal came; the same command with --load_checkpoint resumes
 # other ranks wait this long, so that rank 0 reports first; torchrun ends them when rank 0 exits
 OTHER_RANKS_WAIT_SECONDS = 10
@@ -74,8 +73,8 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
         main(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         if int(os.environ.get("RANK", 0)) == 0:
-            print("stopped by SIGINT before the first step", file=sys.stderr)
-        leave(EXIT_SIGINT)
+            print("stopped by SIGINT; no step was running, so no checkpoint was saved", file=sys.stderr)
+        leave(EXIT_INTERRUPTED)
     except Interrupted as reason:
         if int(os.environ.get("RANK", 0)) == 0:
             print(reason, file=sys.stderr)
