@@ -29,6 +29,7 @@ from trainer.flags.common_flags import SFTArguments, SFTDataArguments
 from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.preference_flags import DPOArguments, RMArguments
 from trainer.flags.rules import refuse
+from trainer.rollout.rewards.math_reward import math_reward
 from trainer.runs.run_data import sft_options
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="real tokenizers absent: ../shared/data")
@@ -184,6 +185,7 @@ REFUSED = {
     "another question": (talk(ANSWER, prompt="c"), "column prompt: another text than that of messages"),
     "videos": (talk(ANSWER, videos=["a.mp4"]), "column videos: would change the text"),
     "a video": (talk(ANSWER, video="a.mp4"), "column video: would change the text"),
+    "audios": (talk(ANSWER, audios=["a.wav"]), "column audios: would change the text"),
     "context": (talk(ANSWER, context="x"), "column context: would change the text"),
     "two answers": (
         {"question": "a", "answer": "b", "response": "c"},
@@ -284,6 +286,21 @@ def test_places_of_answers_in_a_list_are_no_answers_and_an_empty_question_is_non
     tokenize("pairs", [{**row, "chosen": 12, "rejected": 13}], tmp_path, "BPE")
     [sample], _ = tokenize("sft", [{"instruction": "", "input": "a", "output": "b"}], tmp_path, "BPE")
     assert (sample["input_ids"], sample["loss_mask"]) == expected("BPE", [["user", "a", 0], ["assistant", "b", 1]])
+
+
+def test_a_verl_file_gives_the_math_reward_its_answers(tmp_path):
+    """A struct of a Parquet file: the label is the text under its key, so right answers score 1."""
+    texts = pa.array(["12", "1,200", "-3"])
+    turns = pa.array([[{"role": "user", "content": f"{n}*4?"}] for n in range(3)])
+    rewards = pa.StructArray.from_arrays([pa.array(["rule"] * 3), texts], ["style", "ground_truth"])
+    table = pa.table({"data_source": ["sums"] * 3, "prompt": turns, "reward_model": rewards, "ability": ["math"] * 3})
+    pq.write_table(table, tmp_path / "verl.parquet")
+    rows = load_rows(str(tmp_path / "verl.parquet"), flag="--dataset", split="train")
+    flags = COMMON | FLAGS["prompt"] | {"label_key": "reward_model.ground_truth", "needs_labels": True}
+    labels = tokenize_prompts(rows, tokenizer_of("BPE"), **flags)[0]["label"][:]
+    assert labels == texts.to_pylist()
+    right, wrong = ["3*4 is 12", "#### 1200", "\\boxed{-3}"], ["3*4 is 13", "#### 12", "\\boxed{3}"]
+    assert math_reward([""] * 3, right, labels) == [1, 1, 1] and math_reward([""] * 3, wrong, labels) == [0, 0, 0]
 
 
 def test_an_object_is_no_label_to_compare_with(tmp_path):
