@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from trainer.checkpoints.resume_effects import EFFECT_OF, EFFECTS, FIXED, OBJECTIVE, OUTPUT, check_allowed
 from trainer.checkpoints.run_identity import Identity, changes, sealed
+from trainer.cli import train_dpo, train_kd, train_ppo, train_sft
 from trainer.datasets.demos.demo import make_demo
 from trainer.datasets.files.stream_rows import contents_of_files
 from trainer.entry import PlainStream
@@ -21,8 +22,10 @@ from trainer.errors import UserError, has_left_out, plain, without_secrets
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.parse_flags import check_secrets, flags_of, flat
 from trainer.flags.rules import COMMANDS
-from trainer.runs import run_record
+from trainer.runs import run_record, run_training
 from trainer.runs.outputs import write_config
+from trainer.runs.rl import rl_run
+from trainer.runs.run import Run
 
 PARTS = {"versions": {"torch": "2.13.0"}, "kernels": {"attention": "sdpa"}}
 MODEL_FIELDS = {  # another value of each is another model, although the shapes of its weights may be the same
@@ -161,20 +164,38 @@ def test_other_frozen_weights_have_another_hash(demo, tmp_path, monkeypatch, lim
         assert run_record.weights_hash(str(tmp_path)) != first, name
 
 
-def test_frozen_models_by_command(demo):
-    model = str(demo / "model")
+def test_frozen_models_by_command(demo, monkeypatch):
+    """Each door says which models of its run stay as they are."""
+    model, found = str(demo / "model"), []
+    short = ("--prompt_max_len", "64", "--generate_max_len", "64")
+    reward = ("--reward_func", "math", "--label_key", "answer", *short)
+    online = ("--online", *reward, "--n_samples_per_prompt", "2")
 
-    def frozen(command, **values):
-        flags = {"lora_rank": None, "teacher": None, "ref_model": None, "reward_pretrain": None, "loss": "dpo"}
-        flags |= {"critic_pretrain": None, "init_kl_coef": 0.0, "advantage_estimator": "gae", **values}
-        return sorted(run_record.frozen_folders(command, SimpleNamespace(**flags), model))
+    def note(args, method, is_demo=False):
+        found.append(run_record.frozen_models(Run(method, args)))
 
-    assert frozen("train_sft") == [] and frozen("train_sft", lora_rank=4) == ["pretrain"]
-    assert frozen("train_dpo") == ["ref_model"] and frozen("train_dpo", loss="simpo") == []
-    assert frozen("train_ppo", reward_pretrain=f"{model},{model}") == ["reward_pretrain", "reward_pretrain 2"]
-    assert frozen("train_ppo", init_kl_coef=0.1, ref_model=model) == ["ref_model"]
-    assert frozen("train_ppo", lora_rank=4) == frozen("train_ppo", lora_rank=4, critic_pretrain=model)
-    assert frozen("train_kd", teacher=f"{model}, {model}") == ["teacher", "teacher 2"]
+    def frozen(door, *flags) -> list[str]:
+        door.run(["--pretrain", model, "--dataset", str(demo / "sft.jsonl"), *flags])
+        assert all(name in (None, model) for name in found[-1].values())
+        return sorted(found[-1])
+
+    monkeypatch.setattr(run_training, "train", note)
+    monkeypatch.setattr(rl_run, "train", lambda args, is_demo=False, method=rl_run.POLICY: note(args, method))
+    assert frozen(train_sft) == [] and frozen(train_sft, "--lora_rank", "4") == ["pretrain"]
+    assert frozen(train_dpo) == ["ref_model"] and frozen(train_dpo, "--loss", "simpo") == []
+    assert frozen(train_dpo, "--lora_rank", "4", "--ref_model", model) == ["pretrain", "ref_model"]
+    assert frozen(train_dpo, *online, "--ref_model", model) == ["ref_model"]
+    assert frozen(train_dpo, *online, "--loss", "simpo") == []
+    assert frozen(train_ppo, *short, "--reward_pretrain", f"{model},{model}") == [
+        "reward_pretrain",
+        "reward_pretrain 2",
+    ]
+    assert frozen(train_ppo, *reward, "--init_kl_coef", "0.1", "--ref_model", model) == ["ref_model"]
+    with_base = ["critic_pretrain", "pretrain"]
+    assert frozen(train_ppo, *reward, "--lora_rank", "4") == with_base
+    assert frozen(train_ppo, *reward, "--lora_rank", "4", "--critic_pretrain", model) == with_base
+    assert frozen(train_ppo, *short, "--teacher", model) == ["teacher"]
+    assert frozen(train_kd, "--teacher", f"{model}, {model}") == ["teacher", "teacher 2"]
 
 
 def test_code_targets_and_streams_have_hashes(tmp_path):

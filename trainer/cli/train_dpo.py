@@ -47,7 +47,7 @@ def method_of(args: DPOArguments):
     from transformers import AutoModelForCausalLM
 
     from trainer.datasets.samples import preference, unpaired
-    from trainer.runs.preference_runs import check_losses, load_dpo, make_dpo_loss
+    from trainer.runs.preference_runs import check_losses, frozen_models, load_dpo, make_dpo_loss
     from trainer.runs.run import Method
 
     is_kto, collate = args.preference.loss == "kto", preference.collate_pairs
@@ -64,6 +64,7 @@ def method_of(args: DPOArguments):
         auto_class=AutoModelForCausalLM,
         make_loss=make_dpo_loss,
         has_frozen_copy=not args.lora.lora_rank,
+        frozen_models=frozen_models,
         marks_tokens=True,
     )
 

@@ -39,7 +39,7 @@ def run(argv: list[str]) -> None:
 
     from trainer.datasets.samples.sft_samples import render_sample
     from trainer.methods.sft import sft_loss
-    from trainer.runs.run import Method
+    from trainer.runs.run import Method, named_models
     from trainer.runs.run_data import load_sft
     from trainer.runs.run_training import train
 
@@ -50,6 +50,7 @@ def run(argv: list[str]) -> None:
         render=render_sample,
         auto_class=AutoModelForCausalLM,
         make_loss=lambda run: sft_loss,  # of the answers; the teacher is a feature
+        frozen_models=lambda run: named_models("teacher", run.args.teacher.teacher),
     )
     train(args, method)
 

@@ -120,6 +120,12 @@ def make_dpo_loss(run):
 # --- the reference model
 
 
+def frozen_models(run) -> dict[str, Optional[str]]:
+    """The reference model as a frozen model of the run, if the loss compares with one."""
+    flags = run.args.preference
+    return {"ref_model": flags.ref_model} if needs_reference(flags.loss) else {}
+
+
 def reference_folder(run) -> tuple[str, Optional[str]]:
     """The folder of the reference model, and of the adapter whose update is added to it."""
     ref_model = run.args.preference.ref_model

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Optional
 
+from trainer.comma_separated import names_in
 from trainer.datasets.files.image_files import has_images
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS
@@ -15,6 +16,11 @@ from trainer.runs.run_models import load_model
 from trainer.runs.run_setup import Setup
 from trainer.training.checkpointing import Checkpoints, Progress
 from trainer.training.loop import LoopHooks, LossFunction
+
+
+def named_models(flag: str, value: Optional[str]) -> dict[str, str]:
+    """{flag, with a number from 2 on: name} of each model that is named in the comma-separated value of a flag."""
+    return {flag + f" {number + 1}" * bool(number): name for number, name in enumerate(names_in(value))}
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,9 @@ class Method:
     loader_options: dict = dataclasses.field(default_factory=dict)
     facts: dict = dataclasses.field(default_factory=dict)  # for the table of rules
     has_frozen_copy: bool = False  # the run also holds a frozen model of the same size
+    frozen_models: Callable[["Run"], dict] = (
+        lambda run: {}
+    )  # besides the base of an adapter; see `run_record.frozen_models`
     marks_tokens: bool = False  # its `collate` says which tokens are no padding
     features: tuple = ()  # in addition to the list in feature_list.py; see `feature.Feature`
     after_training: Callable[["Run"], None] = lambda run: None  # before the model is saved

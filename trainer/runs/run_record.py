@@ -1,5 +1,6 @@
 """Gather the identity of a run: its flags, and the contents of what they name. See `checkpoints/run_identity.py`."""
 
+import functools
 import hashlib
 import json
 import os
@@ -20,13 +21,12 @@ from trainer.errors import without_secrets
 from trainer.flags.parse_flags import flat
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS
-from trainer.model_folders.adapter_folder import adapter_here, is_adapter, read_adapter
+from trainer.model_folders.adapter_folder import is_adapter, read_adapter
 from trainer.model_folders.model_folder import read_config
 from trainer.models.cpu_matmul import chosen
 from trainer.models.model_loading import resolve_adapted_model
 from trainer.planning.versions import version_of
 from trainer.runs.outputs import KERNELS, versions
-from trainer.runs.preference_runs import needs_reference
 
 # of a config: they name it and its file, and change no number of the model
 WITHOUT_EFFECT = {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}  # fmt: skip
@@ -62,16 +62,15 @@ def device_name(device: torch.device) -> str:
 def contents(run, flags) -> dict[str, dict]:
     """{flag: facts} of the models, the code and the targets of a run."""
     known, setup = knowledge(flags, COMMANDS.values()), run.setup
-    frozen = frozen_folders(run.method.command, known, setup.folder)
-    folders = {"pretrain": setup.folder} | frozen
-    found: dict[str, dict] = {flag: {"config": config_of(path, known)} for flag, path in folders.items()}
-    hashes = {path: weights_hash(path) for path in set(frozen.values())}
-    for flag, path in frozen.items():
-        found[flag]["weights"] = hashes[path]
-    for flag, name in adapters_of(known).items():
-        adapter = adapter_here(name)
-        if flag in frozen and is_adapter(adapter):
-            found[flag]["adapter"] = read_adapter(adapter, f"--{flag}").config | {"weights": weights_hash(adapter)}
+    found: dict[str, dict] = {"pretrain": {"config": config_of(setup.folder, known)}}
+    hash_of = functools.cache(weights_hash)  # several models may be of one folder
+    for flag, name in frozen_models(run).items():
+        path, adapter = resolve_adapted_model(name, f"--{flag.split()[0]}") if name else (setup.folder, None)
+        if flag == "ref_model" and not name:
+            adapter = known.lora_adapter  # the reference begins as the policy does
+        found[flag] = {"config": config_of(path, known), "weights": hash_of(path)}
+        if is_adapter(adapter):
+            found[flag]["adapter"] = read_adapter(adapter, f"--{flag}").config | {"weights": hash_of(adapter)}
     if setup.rolls_out:
         state = json.dumps(tokenizer_state(setup.tokenizer) | {"transformers": None}, sort_keys=True)
         found["pretrain"]["tokenizer"] = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
@@ -82,30 +81,13 @@ def contents(run, flags) -> dict[str, dict]:
     return found
 
 
-def adapters_of(known) -> dict[str, Optional[str]]:
-    """{flag: name that may be an adapter} of the models whose weights stay as they are."""
-    names = {"ref_model": known.ref_model or known.lora_adapter, "critic_pretrain": known.critic_pretrain}
-    return names | named_models("teacher", known.teacher) | named_models("reward_pretrain", known.reward_pretrain)
+def frozen_models(run) -> dict[str, Optional[str]]:
+    """{flag: name} of the models whose weights stay as they are. None names the model of --pretrain.
 
-
-def named_models(flag: str, value: Optional[str]) -> dict[str, str]:
-    """{flag, with a number from 2 on: name} of each model that is named in the comma-separated value of a flag."""
-    return {flag + f" {number + 1}" * bool(number): name for number, name in enumerate(names_in(value))}
-
-
-def frozen_folders(command: str, known, pretrain: str) -> dict[str, str]:
-    """{flag: folder} of the models whose weights stay as they are. The reference has the flag ref_model."""
-    found = {"pretrain": pretrain} if known.lora_rank else {}
-    has_reference = needs_reference(known.loss) if command == "train_dpo" else known.init_kl_coef > 0
-    for flag in ("teacher", "reward_pretrain"):
-        for name, folder in named_models(flag, vars(known)[flag]).items():
-            found[name] = resolve_adapted_model(folder, f"--{flag}")[0]
-    if has_reference and not known.teacher:
-        found["ref_model"] = resolve_adapted_model(known.ref_model, "--ref_model")[0] if known.ref_model else pretrain
-    if known.lora_rank and command == "train_ppo" and known.advantage_estimator == "gae":
-        named = known.critic_pretrain
-        found["critic_pretrain"] = resolve_adapted_model(named, "--critic_pretrain")[0] if named else pretrain
-    return found
+    The reference has the flag ref_model.
+    """
+    base = {"pretrain": None} if run.args.lora.lora_rank else {}
+    return base | run.method.frozen_models(run)
 
 
 def config_of(folder: str, known) -> dict[str, Any]:

@@ -8,7 +8,18 @@ from typing import Any, Optional
 
 from trainer.methods.ppo_state import PPOOptions, PPORun, Roles
 from trainer.rollout.prompt_order import PromptOrder
-from trainer.runs.run import Run
+from trainer.runs.run import Run, named_models
+
+
+def frozen_models(run: "RLRun") -> dict[str, Optional[str]]:
+    """The frozen models of a run of RL: teacher, reward models, reference, and the base of a critic with an adapter."""
+    kl, args = run.args.kl, run.args
+    found = named_models("teacher", kl.teacher) | named_models("reward_pretrain", args.scores.reward_pretrain)
+    if kl.init_kl_coef and not kl.teacher:
+        found["ref_model"] = kl.ref_model
+    if args.lora.lora_rank and args.advantage.advantage_estimator == "gae":
+        found["critic_pretrain"] = args.critic.critic_pretrain
+    return found
 
 
 @dataclass(frozen=True)
@@ -19,6 +30,7 @@ class RLMethod:
     make_batches: Callable  # (run) to `make_batches(samples, episode)`, the batches that the updates take
     make_updates: Callable = lambda run: None  # (run) to the `updates` of a PPORun; None: those of the policy
     per_prompt: Optional[int] = None  # a batch counts so many of each prompt; None: its responses
+    frozen_models: Callable = frozen_models  # as in `Method`
     rules: str = "train_ppo"  # the command in the table of rules
     own_flags: Any = None  # of that command, which the run folder records; None: those of the run
 
