@@ -26,7 +26,8 @@ def test_a_clock_that_jumps_moves_no_checkpoint():
 
 
 def test_an_export_is_whole_or_not_there():
-    code, output = forked(1, str(ROOT / "test/export_faults.py"), "--sample", "6", "--seed", "3", timeout=200)
+    command = [sys.executable, str(ROOT / "test/export_faults.py"), "--sample", "6", "--seed", "3"]
+    code, output = run_process(command, timeout=200)
     assert code == 0 and "24 faults" in output and "0 failures" in output, output[-6000:]
 
 
