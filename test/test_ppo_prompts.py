@@ -14,7 +14,7 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.runs.rl.rl_checks import validate
-from trainer.runs.rl.rl_roles import count_steps
+from trainer.runs.rl.rl_run import count_steps
 
 # samples of a prompt get different scores if its first digit is 4 or less, else equal ones inside the range
 DIFFERENT = """

@@ -4,7 +4,6 @@ import io
 import json
 import shutil
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -136,19 +135,18 @@ def test_a_change_that_is_allowed_allows_what_follows_from_it():
 
 
 def test_another_field_of_the_model_is_refused_by_name(demo, tmp_path):
-    known = SimpleNamespace(trust_remote_code=False)
-    before = record("train_sft", {"pretrain": {"config": run_record.config_of(str(demo / "model"), known)}})
+    before = record("train_sft", {"pretrain": {"config": run_record.config_of(str(demo / "model"), False)}})
     config = json.loads((demo / "model/config.json").read_text())
     for name, value in MODEL_FIELDS.items():
         assert config.get(name) != value, name
         (tmp_path / "config.json").write_text(json.dumps({**config, name: value} | {"layer_types": None}))
-        now = {"pretrain": {"config": run_record.config_of(str(tmp_path), known)}}
+        now = {"pretrain": {"config": run_record.config_of(str(tmp_path), False)}}
         with pytest.raises(UserError, match=f"--pretrain config {name.split('_')[0]}"):
             compare(before, record("train_sft", now))
         assert compare(before, record("train_sft", now), "pretrain")
     harmless = {"_name_or_path": "x", "transformers_version": "4.0", "dtype": "float16", "use_cache": False}
     (tmp_path / "config.json").write_text(json.dumps(config | harmless))
-    now = record("train_sft", {"pretrain": {"config": run_record.config_of(str(tmp_path), known)}})
+    now = record("train_sft", {"pretrain": {"config": run_record.config_of(str(tmp_path), False)}})
     assert compare(before, now) == []
 
 

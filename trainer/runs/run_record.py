@@ -62,13 +62,13 @@ def device_name(device: torch.device) -> str:
 def contents(run, flags) -> dict[str, dict]:
     """{flag: facts} of the models, the code and the targets of a run."""
     known, setup = knowledge(flags, COMMANDS.values()), run.setup
-    found: dict[str, dict] = {"pretrain": {"config": config_of(setup.folder, known)}}
+    found: dict[str, dict] = {"pretrain": {"config": config_of(setup.folder, setup.trust_remote_code)}}
     hash_of = functools.cache(weights_hash)  # several models may be of one folder
     for flag, name in frozen_models(run).items():
         path, adapter = resolve_adapted_model(name, f"--{flag.split()[0]}") if name else (setup.folder, None)
         if flag == "ref_model" and not name:
             adapter = known.lora_adapter  # the reference begins as the policy does
-        found[flag] = {"config": config_of(path, known), "weights": hash_of(path)}
+        found[flag] = {"config": config_of(path, setup.trust_remote_code), "weights": hash_of(path)}
         if is_adapter(adapter):
             found[flag]["adapter"] = read_adapter(adapter, f"--{flag}").config | {"weights": hash_of(adapter)}
     if setup.rolls_out:
@@ -90,9 +90,9 @@ def frozen_models(run) -> dict[str, Optional[str]]:
     return base | run.method.frozen_models(run)
 
 
-def config_of(folder: str, known) -> dict[str, Any]:
+def config_of(folder: str, trust_remote_code: bool) -> dict[str, Any]:
     """The config of a model with all its defaults, without what changes no number."""
-    values = read_config(folder, known.trust_remote_code).to_dict()
+    values = read_config(folder, trust_remote_code).to_dict()
     return json.loads(json.dumps(_without(values), default=str))
 
 

@@ -12,9 +12,6 @@ import os
 import tarfile
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-from datasets import Dataset
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trainer.errors import UserError
@@ -31,32 +28,6 @@ SOURCES_OF_PARTS = ("image", "path", "url", "image_url", "base64")
 def has_images(rows) -> bool:
     """Whether rows or samples have a column of images, which may be empty throughout. None is a set without images."""
     return rows is not None and COLUMN in rows.column_names
-
-
-def with_one_name(rows: Dataset) -> Dataset:
-    """The rows with the column `image` (one for each row, as in many public sets) as `images`."""
-    return rows if has_images(rows) or SINGLE not in rows.column_names else rows.rename_column(SINGLE, COLUMN)
-
-
-def without_empty(rows: Dataset) -> Dataset:
-    """The rows without a column of images that is empty in all of them: such rows are texts, for any model."""
-    return rows.remove_columns(COLUMN) if has_images(rows) and _is_empty(rows.data.column(COLUMN)) else rows
-
-
-def _is_empty(column: Any) -> bool:
-    kind = column.type
-    if pa.types.is_null(kind) or column.null_count == len(column):
-        return True
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return not pc.sum(pc.list_value_length(column)).as_py()
-    is_short = pa.types.is_string(kind) and pc.max(pc.binary_length(column)).as_py() <= len("[]")
-    return is_short and set(pc.unique(column).to_pylist()) <= {None, "", "[]"}
-
-
-def with_folder(rows: Dataset, path: str) -> Dataset:
-    """The rows with a column for the folder where relative paths begin: the data's folder, or its file's."""
-    folder = path if os.path.isdir(path) else os.path.dirname(path)
-    return rows.add_column(FOLDER, [os.path.abspath(folder)] * len(rows)) if os.path.exists(path) else rows
 
 
 def sources_of(row: Any) -> list:

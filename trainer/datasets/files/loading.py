@@ -6,9 +6,12 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
 
 from trainer.datasets.files.folders import files_of_folder, read_folder
-from trainer.datasets.files.image_files import has_images, with_folder, with_one_name, without_empty
+from trainer.datasets.files.image_files import COLUMN, FOLDER, SINGLE, has_images
 from trainer.datasets.files.mixing import joined, mix, parse_probs
 from trainer.datasets.files.read_files import read_files
 from trainer.datasets.files.set_names import hub_name, local_paths, names_of_sets
@@ -145,8 +148,34 @@ def _load_set(path: str, flag: str, split: str, ignored: Collection[str]) -> dat
         raise UserError(where, "no rows")
     if num_rows is not None:
         rows = rows.select(range(min(num_rows, len(rows))))
-    rows = without_empty(with_one_name(rows.remove_columns([name for name in rows.column_names if name in ignored])))
-    return with_folder(rows, paths[0]) if paths and has_images(rows) else rows
+    rows = _without_empty(_with_one_name(rows.remove_columns([name for name in rows.column_names if name in ignored])))
+    return _with_folder(rows, paths[0]) if paths and has_images(rows) else rows
+
+
+def _with_one_name(rows: Dataset) -> Dataset:
+    """The rows with the column `image` (one for each row, as in many public sets) as `images`."""
+    return rows if has_images(rows) or SINGLE not in rows.column_names else rows.rename_column(SINGLE, COLUMN)
+
+
+def _without_empty(rows: Dataset) -> Dataset:
+    """The rows without a column of images that is empty in all of them: such rows are texts, for any model."""
+    return rows.remove_columns(COLUMN) if has_images(rows) and _is_empty(rows.data.column(COLUMN)) else rows
+
+
+def _is_empty(column: Any) -> bool:
+    kind = column.type
+    if pa.types.is_null(kind) or column.null_count == len(column):
+        return True
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return not pc.sum(pc.list_value_length(column)).as_py()
+    is_short = pa.types.is_string(kind) and pc.max(pc.binary_length(column)).as_py() <= len("[]")
+    return is_short and set(pc.unique(column).to_pylist()) <= {None, "", "[]"}
+
+
+def _with_folder(rows: Dataset, path: str) -> Dataset:
+    """The rows with a column for the folder where relative paths begin: the data's folder, or its file's."""
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    return rows.add_column(FOLDER, [os.path.abspath(folder)] * len(rows)) if os.path.exists(path) else rows
 
 
 def _read_hub(name: str, where: str) -> dict[str, datasets.Dataset]:

@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trainer.datasets.batches.global_batches import column_of
 from trainer.errors import UserError
 
 ID_COLUMNS = ("input_ids", "chosen_ids", "rejected_ids", "prompt_ids")
@@ -87,4 +86,4 @@ def _longest(samples: Any, name: str) -> tuple[int, int]:
     if samples._indices is not None:
         lengths = lengths[samples._indices.column(0).to_numpy()]
     place = int(lengths.argmax())
-    return int(lengths[place]), int(column_of(samples, "row")[place])
+    return int(lengths[place]), samples[place]["row"]

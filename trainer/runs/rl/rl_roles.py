@@ -29,31 +29,6 @@ from trainer.runs.run_data import build_loader
 from trainer.runs.run_models import frozen_model, load_model, shard_model
 
 
-def count_steps(args: PPOArguments, order, frozen: Optional[list], per_prompt: Optional[int] = None) -> int:
-    """Optimizer steps of the whole run: --max_steps, or those of all rollouts. An episode's last one may be shorter.
-
-    A batch counts responses, or `per_prompt` pairs of each prompt. Raises UserError if even the largest rollout is
-    smaller than an optimizer step, or if the policy never trains.
-    """
-    size, num = args.rollout.rollout_batch_size, len(order.prompts)
-    prompts = [min(size, num - start) for start in range(0, num, size)]
-    each = per_prompt or args.rollout.n_samples_per_prompt
-    sizes = [count * each for count in prompts] * args.rollout.num_episodes
-    if frozen is not None:
-        sizes = [len(samples) // args.rollout.n_samples_per_prompt * each for samples in frozen]
-    if args.batch.train_batch_size > max(sizes):
-        found = (
-            f"{args.batch.train_batch_size}, but a rollout has {max(sizes)} {'pairs' if per_prompt else 'responses'}"
-        )
-        raise UserError("--train_batch_size", found, f"up to {max(sizes)}, or larger rollouts")
-    steps_of_rollouts = sum(-(-size // args.batch.train_batch_size) for size in sizes)
-    total = args.batch.max_steps or args.batch.max_epochs * steps_of_rollouts
-    if args.critic.freezing_actor_steps >= total:
-        found = f"{args.critic.freezing_actor_steps}, but the run has {total} steps, so the policy would not train"
-        raise UserError("--freezing_actor_steps", found, f"up to {total - 1}")
-    return total
-
-
 def make_batches_of(run: RLRun) -> Callable:
     """Return `make_batches(samples, episode)`: this rank's batches of a rollout, and the samples, moved to where they train.
 
