@@ -3,14 +3,15 @@
 import pytest
 
 from trainer.cli import train_kd, train_ppo, train_sft
-from trainer.comma_separated import names_in
+from trainer.comma_separated import names_in, names_to_check
 from trainer.errors import UserError
 from trainer.runs.preference_runs import losses_of
 
 
 def test_names():
     assert names_in(" a, b ,,c,") == ["a", "b", "c"]
-    assert names_in(None) == names_in(" , ") == []
+    assert names_in(None) == names_in(" , ") == names_to_check(None) == []
+    assert names_to_check(" a,") == ["a"] and names_to_check(",") == [""]
 
 
 @pytest.mark.parametrize(

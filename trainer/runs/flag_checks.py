@@ -5,7 +5,7 @@ import os
 from typing import Optional
 
 from trainer.checkpoints.checkpoint_store import checkpoints_to_load
-from trainer.comma_separated import names_in
+from trainer.comma_separated import names_in, names_to_check
 from trainer.datasets.files.set_names import check_files, names_on_hub
 from trainer.distributed.mesh_sizes import default_micro_batch_size, validate_batch_sizes
 from trainer.errors import UserError, one_line
@@ -174,7 +174,7 @@ def check_files_of(args, is_demo: bool = False) -> None:
     for name in ("dataset", "eval_dataset"):
         check_files(vars(flags)[name], f"--{name}")
     for name in MODEL_FLAGS:
-        for folder in (names_in(vars(flags)[name]) or [""]) if vars(flags)[name] is not None else ():
+        for folder in names_to_check(vars(flags)[name]):
             check_model_name(folder, f"--{name}")
     for name in ("dataset", "eval_dataset"):
         for hub_set in names_on_hub(vars(flags)[name]):

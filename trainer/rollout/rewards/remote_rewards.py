@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Optional
 
-from trainer.comma_separated import names_in
+from trainer.comma_separated import names_in, names_to_check
 from trainer.errors import Failed, UserError
 from trainer.rollout.peers import post_json
 from trainer.rollout.rewards.reward_functions import Scorer, check_scores
@@ -37,14 +37,13 @@ def read_key(flag: str, path: str) -> str:
 
 def split_urls(urls: str, flag: str = FLAG) -> list[str]:
     """The addresses of a flag. Raises UserError for one without http:// or https://, or with a password."""
-    found = names_in(urls)
-    for url in found or [""]:
+    for url in names_to_check(urls):
         if not url.startswith(("http://", "https://")):
             raise UserError(flag, url or "an empty address", "http://... or https://..., or several (comma-separated)")
         if "@" in url.split("://", 1)[1].split("/", 1)[0]:
             found = "an address with a user or a password"
             raise UserError(flag, found, "the address alone; a key has a flag of its own")
-    return found
+    return names_in(urls)
 
 
 def tries(retries: int, pause: float) -> Iterator[int]:

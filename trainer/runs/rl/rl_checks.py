@@ -4,7 +4,7 @@ import importlib.util
 import math
 import os
 
-from trainer.comma_separated import names_in
+from trainer.comma_separated import names_in, names_to_check
 from trainer.errors import UserError
 from trainer.flags.data_rules import has_evaluation
 from trainer.flags.rl_flags import (
@@ -70,7 +70,7 @@ def check_rollouts(rollout: RolloutArguments) -> None:
     share = rollout.vllm_gpu_memory_utilization
     if share is not None and share >= 1:
         raise UserError("--vllm_gpu_memory_utilization", f"{share:g}", "below 1")
-    for url in (names_in(rollout.engine_urls) or [""]) if rollout.engine_urls else ():
+    for url in names_to_check(rollout.engine_urls or None):
         if not url.startswith(("http://", "https://")):
             raise UserError("--engine_urls", url, "http://HOST:PORT, comma-separated")
     if rollout.rollout_engine == "vllm" and importlib.util.find_spec("vllm") is None:
