@@ -29,9 +29,8 @@ from trainer.runs.output_folders import make_writable
 from trainer.runs.outputs import versions
 from trainer.runs.rl.evaluation_checks import ANSWERS, COMMAND, RESULTS
 from trainer.runs.rl.rl_engines import build_engine
-from trainer.runs.rl.rl_evaluation import evaluation_of
 from trainer.runs.rl.rl_features import RL_FEATURES
-from trainer.runs.rl.rl_options import sampling_of
+from trainer.runs.rl.rl_options import evaluation_of, sampling_of
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_rewards import build_reward
 from trainer.runs.rl.rl_roles import check_length, make_batches_of

@@ -1,6 +1,5 @@
-"""The evaluation of a run of RL, from its flags: its prompts with their groups, and the file of its answers."""
+"""The evaluation of a run of RL: its prompts with their groups, and the file of its answers."""
 
-import dataclasses
 import os
 from collections.abc import Callable
 
@@ -11,22 +10,11 @@ from trainer.datasets.files.set_names import names_of_sets
 from trainer.datasets.rows import check_keys, column_of_key, lookup
 from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
-from trainer.rollout.engines.sampling import Sampling
-from trainer.rollout.evaluation import FOLDER, GROUPS, Evaluation, groups_of, write_answers
-from trainer.rollout.prompt_order import WRONG_AND_RIGHT
+from trainer.rollout.evaluation import FOLDER, GROUPS, Evaluation, write_answers
 from trainer.rollout.samples import Sample
 from trainer.runs.run_data import own_flags_of, reading, shown_names
 
 MOST_VALUES = 100  # of --eval_source_key: each has a row of results
-
-
-def evaluation_of(args: PPOArguments, prompts, sampling: Sampling) -> Evaluation:
-    """How `prompts` are evaluated. Length and stops are those of `sampling`."""
-    flags, (_, right) = args.evaluation, args.scores.reward_range or WRONG_AND_RIGHT
-    own = {"temperature": flags.eval_temperature, "top_p": flags.eval_top_p, "top_k": 0, "min_p": 0.0}
-    sampling = dataclasses.replace(sampling, **own, keeps_sets=False)
-    prompts = list(prompts)
-    return Evaluation(prompts, sampling, flags.eval_samples, right, groups_of(prompts))
 
 
 def answers_log(output_dir: str, evaluation: Evaluation, tokenizer) -> Callable[[int, list[Sample]], None]:

@@ -1,5 +1,6 @@
-"""The options of the algorithm, from the flags of `train_ppo`."""
+"""The options of the algorithm and of its evaluation, from the flags of `train_ppo`."""
 
+import dataclasses
 import math
 from typing import Optional
 
@@ -11,6 +12,7 @@ from trainer.methods.advantages import AdvantageOptions
 from trainer.methods.ppo_state import PPOOptions
 from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions
 from trainer.rollout.engines.sampling import Sampling
+from trainer.rollout.evaluation import Evaluation, groups_of
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 from trainer.rollout.rewards.reward_functions import short_name
 
@@ -116,3 +118,12 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         num_episodes=args.rollout.num_episodes if args.rollout.dynamic_filtering and not args.batch.max_steps else None,
         **{name: flags[name] for name in SAME_NAMES.split()},
     )
+
+
+def evaluation_of(args: PPOArguments, prompts, sampling: Sampling) -> Evaluation:
+    """How `prompts` are evaluated. Length and stops are those of `sampling`."""
+    flags, (_, right) = args.evaluation, args.scores.reward_range or WRONG_AND_RIGHT
+    own = {"temperature": flags.eval_temperature, "top_p": flags.eval_top_p, "top_k": 0, "min_p": 0.0}
+    sampling = dataclasses.replace(sampling, **own, keeps_sets=False)
+    prompts = list(prompts)
+    return Evaluation(prompts, sampling, flags.eval_samples, right, groups_of(prompts))

@@ -31,9 +31,9 @@ from trainer.rollout.rewards.reward_functions import load_reward_functions, want
 from trainer.rollout.rollouts_file import RolloutsLog
 from trainer.runs import outputs
 from trainer.runs.feature import apply
-from trainer.runs.rl.rl_evaluation import answers_log, evaluation_of, with_groups
+from trainer.runs.rl.rl_evaluation import answers_log, with_groups
 from trainer.runs.rl.rl_features import RL_FEATURES
-from trainer.runs.rl.rl_options import check_policy_loss, ppo_options
+from trainer.runs.rl.rl_options import check_policy_loss, evaluation_of, ppo_options
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_roles import build_roles, make_batches_of
 from trainer.runs.run_data import load_sets, load_sets_of, note_small_data, text_options, tokenized
