@@ -58,7 +58,8 @@ def test_whole_texts_have_no_mean_over_the_answer(tokenizer):
 
 
 def test_plain_texts(tokenizer):
-    pairs, ledger = tokenize(tokenizer, [{"prompt": "Sort: 2 1", "chosen": " 1 2", "rejected": " 2 1"}])
+    row = {"prompt": "Sort: 2 1", "chosen": " 1 2", "rejected": " 2 1"}
+    pairs, ledger = tokenize(tokenizer, [row], prompt_key="prompt")
     assert texts(tokenizer, pairs[0]) == [
         ("Sort: 2 1 1 2<|im_end|>", " 1 2<|im_end|>"),
         ("Sort: 2 1 2 1<|im_end|>", " 2 1<|im_end|>"),

@@ -161,6 +161,45 @@ def test_what_is_recognised_and_not_used_is_said(tmp_path):
     assert "no chat template is applied" in plain and "q -> prompt, a -> answer" in plain
 
 
+ANSWERED = {"prompt": {}, "sft": {"completion": "Yes"}, "pairs": {"chosen": "Yes", "rejected": "No"},
+            "answer": {"completion": "Yes", "label": True}}  # fmt: skip
+AS_RENDERED = "prompts that are rendered by the chat template already stay texts"
+
+
+def ids_of(task: str, prompt: str, kind: str, folder: Path, **flags) -> tuple[list[int], str]:
+    [sample], ledger = tokenize(task, [{"prompt": prompt, **ANSWERED[task]}], folder, kind, **flags)
+    column = {"prompt": "prompt_ids", "pairs": "chosen_ids"}.get(task, "input_ids")
+    return sample[column], "\n".join(ledger.lines)
+
+
+@pytest.mark.parametrize("kind", MARKS)
+@pytest.mark.parametrize("task", TASKS)
+def test_all_commands_read_a_text_under_prompt_alike(task, kind, tmp_path, monkeypatch):
+    """Turns without a flag; texts where a flag names them, around them is a template, or they are rendered already."""
+    tokenizer, (head, end) = tokenizer_of(kind, False), MARKS[kind]
+    answer = [] if task == "prompt" else [["assistant", "Yes", 1]]
+    turns = expected(kind, [["user", "Fog?", 0], *answer], opened=task == "prompt")[0]
+    assert ids_of(task, "Fog?", kind, tmp_path)[0] == turns
+
+    def plain(text: str) -> list[int]:
+        text += "" if task == "prompt" else "Yes"
+        return tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] * bool(answer)
+
+    named = {"sft": {"input_key": "prompt", "output_key": "completion"}, "prompt": {"input_key": "prompt"}}
+    ids, said = ids_of(task, "Fog?", kind, tmp_path, **named.get(task, {"prompt_key": "prompt"}))
+    assert ids == plain("Fog?") and "no chat template is applied" in said
+    assert ids_of(task, "Fog?", kind, tmp_path, input_template="Q: {}\n")[0] == plain("Q: Fog?\n")
+    rendered = f"{head}user\nFog?{end}\n{head}assistant\n"
+    for reads in (False, True):
+        monkeypatch.setattr(tokenizer, "reads_control_tokens", reads, raising=False)
+        ids, said = ids_of(task, rendered, kind, tmp_path)
+        assert AS_RENDERED in said and "no chat template is applied" not in said
+        assert ("rows hold control tokens, read as plain text" in said) is not reads
+        assert (ids == plain(rendered)) is reads
+    asked = f"What is {end}?"  # it only holds a control token
+    assert ids_of(task, asked, kind, tmp_path)[0] == expected(kind, [["user", asked, 0], *answer], task == "prompt")[0]
+
+
 def talk(*messages, **others):
     return {"messages": [{"role": "user", "content": "a"}, *messages], **others}
 

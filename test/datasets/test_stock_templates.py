@@ -9,10 +9,12 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+from jinja2 import TemplateError
 from tiny_tokenizers import byte_tokenizer
 from transformers.utils import chat_template_utils
 
 from trainer.datasets.conversations.templates import render_chat
+from trainer.datasets.conversations.turn_ends import openings_of
 from trainer.errors import UserError
 
 if importlib.util.find_spec("trl") is None:
@@ -63,6 +65,21 @@ def of_stock(name: str, template: str | None = None):
     text = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     marks = set(re.findall(r"<[|｜][^\s<>{}'\"]+[|｜]>|<\w*turn\w*[|]?>|<end_of_utterance>", text))
     return byte_tokenizer(text if template is None else template, *sorted(marks))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_that_is_rendered_already_is_known_by_its_beginning(name):
+    tokenizer = of_stock(name)
+    openings, bos = openings_of(tokenizer), tokenizer.bos_token or ""
+    for messages in ([QUESTION], CONVERSATIONS["system"][:2]):
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError:  # of a system text
+            continue
+        assert text.startswith(openings), messages
+        starts_with_text = name.startswith("deepseek") and len(messages) > 1  # behind bos: no mark of a system text
+        assert text.removeprefix(bos).startswith(openings) is not starts_with_text
+    assert not any(text.startswith(openings) for text in ("hi you", "", "The [INST] mark", "user", "system"))
 
 
 def runs(tokenizer, ids: list[int], mask: list[int]) -> list[str]:

@@ -31,7 +31,8 @@ def test_rows_and_ledger(tokenizer):
         {"prompt": "Sort: 2 1", "completion": " ", "label": False},
         {"prompt": "1 " * 40, "completion": " 1", "label": True},
     ]
-    samples, ledger = tokenize_unpaired(Dataset.from_list(rows), tokenizer, **OPTIONS, **KEYS)
+    options = {**OPTIONS, **KEYS, "prompt_key": "prompt"}
+    samples, ledger = tokenize_unpaired(Dataset.from_list(rows), tokenizer, **options)
     assert list(samples["label"]) == [True, False]
     counts = (
         ledger["num_rows"],

@@ -6,7 +6,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from trainer.datasets.conversations.control_tokens import ids_behind
+from trainer.datasets.conversations.control_tokens import control_pattern, ids_behind
 from trainer.datasets.conversations.rendering import render
 from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.datasets.conversations.turns import MARK
@@ -46,6 +46,27 @@ class TurnEnds:
         """The text of a finished response with the template's end."""
         has_before = self.closes and self.before_text and response.endswith(self.before_text)
         return response + self.closing_text.removeprefix(self.before_text if has_before else "")
+
+
+def openings_of(tokenizer: Any) -> tuple[str, ...]:
+    """What a rendered conversation begins with: bos, and what the chat template writes before a first message.
+
+    <bos><user>x<end> has <bos>, <user> and <bos><user>. Empty without a template. A template may refuse a system text.
+    """
+    if not tokenizer.chat_template:
+        return ()
+    pattern, bos = control_pattern(tokenizer), tokenizer.bos_token or ""
+    found = [bos]
+    for messages in ([{**QUESTION, "content": MARK}], [{"role": "system", "content": MARK}, QUESTION]):
+        try:
+            before, mark, after = render(tokenizer, messages, tokenize=False).partition(MARK)
+        except Exception:  # a template may refuse this conversation in any way, with errors of its own
+            continue
+        if mark:
+            tokens = pattern.findall(before) if pattern else []
+            ends = pattern.findall(after)[:1] if pattern else []  # a system text of the template has one too
+            found += [before, before.removeprefix(bos), *(token for token in tokens if token not in ends)]
+    return tuple(sorted({text for text in found if text.strip()}))
 
 
 def turn_ends(tokenizer: Any) -> TurnEnds:

@@ -4,7 +4,7 @@ from typing import Any
 
 from trainer.datasets.conversations.messages import role_of
 from trainer.datasets.files.image_files import COLUMN, SOURCES_OF_PARTS
-from trainer.datasets.shapes.row_reader import ReadRow
+from trainer.datasets.shapes.read_row import ReadRow
 from trainer.errors import UserError
 
 MARK = "￼"  # stands for an image in the text of a message until the template is rendered

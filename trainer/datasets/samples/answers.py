@@ -17,10 +17,12 @@ from trainer.datasets.conversations.tokens import (
     prompt_and_answer,
     whole_text,
 )
+from trainer.datasets.conversations.turn_ends import openings_of
 from trainer.datasets.samples.ledger import Ledger, keep, ledger_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE
-from trainer.datasets.shapes.row_reader import ReadRow, RowReader, reader_of
+from trainer.datasets.shapes.read_row import ReadRow
+from trainer.datasets.shapes.row_reader import RowReader, reader_of
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 
@@ -66,6 +68,7 @@ def answer_options(
         prompt_flag=prompt_flag,
         answer_flags=tuple(answer_flags),
         has_template=bool(tokenizer.chat_template),
+        openings=openings_of(tokenizer),
         input_template=input_template is not None,
         **reading,
     )

@@ -31,7 +31,8 @@ from trainer.datasets.samples.sft_samples import render_sample
 from trainer.datasets.shapes.columns import ANSWERS, BEFORE_ANSWER, BESIDE_ANSWER, CHOSEN, CONVERSATIONS, REJECTED
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.prompt_part import is_answer
-from trainer.datasets.shapes.row_reader import PAIRS, ReadRow
+from trainer.datasets.shapes.read_row import ReadRow
+from trainer.datasets.shapes.row_reader import PAIRS
 from trainer.errors import UserError
 
 SIDES = ("chosen", "rejected")
@@ -50,7 +51,8 @@ def tokenize_preference(
 
     The prompt is a text or a list of messages. Each answer is a text or a list of messages that follow the prompt.
     Without a prompt column, both answers are whole conversations that share all but their last message.
-    Any list of messages, or apply_chat_template, selects the chat template. Otherwise a side is the prompt (put into
+    Any list of messages, or apply_chat_template, selects the chat template; so does a text that no flag names if the
+    tokenizer has one and there is no input_template. Otherwise a side is the prompt (put into
     input_template), the answer and eos. The mask is on the answer (its last turn). Each side is cut on the right to
     max_len tokens, so a cut side has no eos.
 

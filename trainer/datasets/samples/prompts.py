@@ -21,6 +21,7 @@ from trainer.datasets.conversations.tokens import (
     prompt_tokens,
     tokenizer_state,
 )
+from trainer.datasets.conversations.turn_ends import openings_of
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, kind_of, lookup, text_value, within
 from trainer.datasets.samples.ledger import Ledger, keep, ledger_of
@@ -28,7 +29,8 @@ from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE
-from trainer.datasets.shapes.row_reader import PROMPT, ReadRow, RowReader, reader_of
+from trainer.datasets.shapes.read_row import ReadRow
+from trainer.datasets.shapes.row_reader import PROMPT, RowReader, reader_of
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 
@@ -56,7 +58,7 @@ def tokenize_prompts(
     Both are those of `part`. `flags` go to `tokens_of_prompts`.
 
     The prompt is a text (put into input_template) or a list of messages. Messages, or apply_chat_template, select the
-    chat template with its generation prompt. Prompts longer than max_len tokens and empty prompts are left out.
+    chat template with its generation prompt; so does a text that no flag names if there is a template and no input_template. Prompts longer than max_len tokens and empty prompts are left out.
     Columns: prompt_ids (int32), label (text; None without label_key), num_tokens, digest, row (index into `rows`).
 
     Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
@@ -119,6 +121,7 @@ def tokens_of_prompts(
         prompt_key=key,
         taken=(*taken, *([label_key] if label_key else [])),
         has_template=bool(tokenizer.chat_template),
+        openings=openings_of(tokenizer),
         input_template=input_template is not None,
         drop_answer=drop_answer,
     )

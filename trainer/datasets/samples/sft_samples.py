@@ -26,6 +26,7 @@ from trainer.datasets.conversations.tokens import (
     trains_stop,
     whole_text,
 )
+from trainer.datasets.conversations.turn_ends import openings_of
 from trainer.datasets.files.image_files import COLUMN
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, within
@@ -35,7 +36,8 @@ from trainer.datasets.samples.prepared import checked, is_prepared
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, CONVERSATIONS, MORE, PROMPTS, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE
-from trainer.datasets.shapes.row_reader import NEEDED, SFT, ReadRow, RowReader, reader_of
+from trainer.datasets.shapes.read_row import ReadRow
+from trainer.datasets.shapes.row_reader import NEEDED, SFT, RowReader, reader_of
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 
@@ -161,6 +163,7 @@ def options_of(
         answer_keys=(output_key,) if output_key is not None else (),
         pretrain=pretrain_mode,
         has_template=bool(tokenizer.chat_template),
+        openings=openings_of(tokenizer),
         input_template=input_template is not None,
     )
     flags = {"pretrain_mode": pretrain_mode, "apply_chat_template": apply_chat_template, "train_on": train_on}

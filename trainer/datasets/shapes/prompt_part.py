@@ -31,6 +31,7 @@ class PromptPart:
     says: list[tuple[str, str]] = field(default_factory=list)
     columns: tuple[str, ...] = ()
     is_chat: bool = False  # it has a system text or earlier turns, which only messages can hold
+    is_transcript: bool = False
 
     @property
     def names(self) -> str:

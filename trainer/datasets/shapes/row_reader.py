@@ -39,47 +39,16 @@ from trainer.datasets.shapes.prompt_part import (
     texts_of,
     without_keys,
 )
-from trainer.datasets.shapes.transcripts import is_transcript, turns_of
+from trainer.datasets.shapes.read_row import ReadRow
+from trainer.datasets.shapes.transcripts import is_transcript, turns_before_answer, turns_of
 from trainer.errors import UserError
 
 SFT, PAIRS, ANSWER, PROMPT = "sft", "pairs", "answer", "prompt"  # what a row is read for
 NEEDED = "--input_key and --output_key, --apply_chat_template (conversations) or --pretrain_mode (plain text)"
 ENDS_WITH_ANSWER = "ends with an assistant message, and its answer is beside it"
+RENDERED = "prompts that are rendered by the chat template already stay texts; --read_control_tokens keeps their control tokens"
+TRANSCRIPTS = "Human: and Assistant: in the texts begin turns of a conversation"
 AS_TEXTS = "no chat template is applied: texts are joined as they are. --apply_chat_template makes them turns of a conversation"
-
-
-class ReadRow(dict):
-    """A row that was read. Its keys are the parts: prompt, the answers, text, tools, images. None: the row has none.
-
-    A value is a text, or a list of messages as the file has them. `where` names each part for errors. `columns` is the
-    row as it was.
-    """
-
-    def __init__(self, parts: dict, columns: Any, where: dict[str, str], chat: bool, notes: Notes):
-        super().__init__(parts)
-        self.columns, self.where, self.chat, self.notes = columns, where, chat, notes
-
-    def with_parts(self, parts: dict) -> "ReadRow":
-        return ReadRow({**self, **parts}, self.columns, self.where, self.chat, self.notes)
-
-    def data(self) -> list[Any]:
-        """The texts and messages of all parts."""
-        return [value for name, value in self.items() if name not in (FOLDER, IMAGES, TEMPLATE_ARGS)]
-
-    def texts(self) -> list[Any]:
-        """The texts and messages that are data. A text that becomes a turn of the assistant is the model's own."""
-        turns = [name for name, value in self.items() if self.chat and isinstance(value, str) and name != "tools"]
-        kept = [name for name in self if name not in (FOLDER, IMAGES, TEMPLATE_ARGS, *turns)]
-        return [self[name] for name in kept] + [{"content": self[name]} for name in turns if name == "prompt"]
-
-    def messages(self, part: str, role: str, template: str | None) -> list[dict]:
-        """The messages of a part. A text is one message of `role`; no value is no message. See `messages_of`."""
-        value = self.get(part)
-        if value is None:
-            return []
-        if isinstance(value, str):
-            return [{"role": role, "content": value}]
-        return messages_of(value, self.where[part], self.notes, template)
 
 
 @dataclass(frozen=True)
@@ -98,8 +67,15 @@ class RowReader:
     pretrain: bool = False  # --pretrain_mode
     has_template: bool = True  # of the tokenizer
     input_template: bool = False  # --input_template
+    openings: tuple[str, ...] = ()  # a prompt that begins with one is rendered already: see `openings_of`
     drop_answer: bool = False  # of prompts that end with one
     narrow: tuple[str, ...] = ()  # columns of numbers with fewer than 64 bits
+
+    @property
+    def makes_turns(self) -> bool:
+        """Whether a prompt and its answers that are texts become turns without --apply_chat_template."""
+        is_named = self.prompt_key is not None or (self.task == SFT and bool(self.answer_keys))
+        return self.has_template and not self.input_template and not is_named
 
     def read(self, row: Any) -> ReadRow:
         """The parts of a row. Raises UserError that names the column for a row that cannot be read as a whole."""
@@ -121,7 +97,7 @@ class RowReader:
             if columns.filled((TEMPLATE_ARGS,)):
                 parts[TEMPLATE_ARGS] = columns.take(TEMPLATE_ARGS)
                 found.says.append((TEMPLATE_ARGS, "arguments of the chat template"))
-        elif AS_TEXTS not in notes.facts and self.has_template and "text" not in parts:
+        elif RENDERED not in notes.facts and self.has_template and "text" not in parts:
             notes.facts.add(AS_TEXTS)
         columns.finish(notes, "\n".join(map(all_text, parts.values())), strict=not self.pretrain)
         as_text = {} if chat else {"user": "prompt", "assistant": "answer"}
@@ -160,7 +136,7 @@ def _read_sft(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
         return _text(reader, columns)
     if reader.prompt_key is not None and reader.chat is False:
         text_value(columns.take(reader.prompt_key), f"{reader.prompt_flag} {reader.prompt_key}")
-    prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
+    prompt = _prompt_of(reader, columns, notes)
     if prompt.value is None and not named and reader.chat is None and "text" in columns.row:
         return _text(reader, columns)
     for name in LABELS:
@@ -182,11 +158,11 @@ def _read_sft(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
         raise UserError(prompt.where, ENDS_WITH_ANSWER, f"a conversation without {answer}, or one without an answer")
     found = _Found(
         "alpaca" if prompt.columns[:1] == ("instruction",) and answer == "output" else "",
-        {"prompt": prompt.value, "answer": _answer_of(reader, columns, answer, where)},
+        {"prompt": prompt.value, "answer": _after(prompt, _answer_of(reader, columns, answer, where))},
         {"prompt": prompt.where, "answer": where},
         [*prompt.says, (answer, "assistant")],
     )
-    found.chat = reader.chat if reader.chat is not None else _wants_chat(reader, prompt, answer)
+    found.chat = reader.chat if reader.chat is not None else _wants_chat(reader, prompt, answer, notes)
     return found
 
 
@@ -216,7 +192,7 @@ def _read_pair(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
             for key, names, flag in zip(reader.answer_keys, (CHOSEN, REJECTED), reader.answer_flags)]  # fmt: skip
     labels = [f"{flag} {key or wanted}" for flag, key, wanted in zip(reader.answer_flags, keys, reader.answer_keys)]
     sides = [_answer_of(reader, columns, key, label) if key else None for key, label in zip(keys, labels)]
-    prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
+    prompt = _prompt_of(reader, columns, notes)
     refuse_places(columns, keys)
     if keys[0] is None and keys[1] is not None:
         ends = isinstance(prompt.value, list) and bool(prompt.value) and is_answer(prompt.value[-1])
@@ -249,7 +225,7 @@ def _split_answer(prompt: PromptPart, rejected: Any) -> tuple[Any, str]:
 def _read_answer(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     [key], [flag] = reader.answer_keys, reader.answer_flags
     name = key if column_of_key(columns.row, key) else None
-    prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
+    prompt = _prompt_of(reader, columns, notes)
     if name is None and not (isinstance(prompt.value, list) and prompt.value and is_answer(prompt.value[-1])):
         name = columns.find(ANSWERS, flag)
         if name is None:
@@ -262,9 +238,10 @@ def _with_answers(
     reader: RowReader, columns: Columns, notes: Notes, prompt: PromptPart, answers: dict[str, Any], keys: list
 ) -> _Found:
     """A prompt and its answers. Turns that whole conversations share with the prompt stand once."""
+    answers = {name: _after(prompt, value) for name, value in answers.items()}
     if prompt.value is None and reader.has_template and all(map(is_transcript, answers.values())):
         answers = {name: turns_of(value) for name, value in answers.items()}
-        notes.facts.add("Human: and Assistant: in the texts begin turns of a conversation")
+        notes.facts.add(TRANSCRIPTS)
     if prompt.value is None and all(isinstance(value, list) for value in answers.values()):
         prompt.value = []
         add_system(prompt, columns)
@@ -279,7 +256,7 @@ def _with_answers(
     says = [*prompt.says, *((key, name) for key, name in zip(keys, answers) if key)]
     where = {name: f"{flag} {key}" for name, flag, key in zip(answers, reader.answer_flags, keys)}
     where["prompt"] = prompt.where
-    return _Found("", {"prompt": prompt.value, **answers}, where, says, _is_chat(reader, prompt))
+    return _Found("", {"prompt": prompt.value, **answers}, where, says, _is_chat(reader, prompt, notes))
 
 
 def _is_repeated(prompt: Any, answers: dict[str, Any]) -> bool:
@@ -320,20 +297,38 @@ def _without_shared(prompt: PromptPart, whole: list) -> Any:
 
 
 def _read_prompt(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
-    prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
+    prompt = _prompt_of(reader, columns, notes)
     if prompt.value is None:
         raise UserError(f"{reader.prompt_flag} messages", "no value", "a prompt")
     value = prompt.value
     if reader.drop_answer and isinstance(value, list) and len(value) > 1 and is_answer(value[-1]):
         notes.facts.add("rows that end with an answer: the last answer is dropped")
         value = value[:-1]
-    return _Found("", {"prompt": value}, {"prompt": prompt.where}, prompt.says, _is_chat(reader, prompt))
+    return _Found("", {"prompt": value}, {"prompt": prompt.where}, prompt.says, _is_chat(reader, prompt, notes))
 
 
 _READERS: dict[str, Callable] = {SFT: _read_sft, PAIRS: _read_pair, ANSWER: _read_answer, PROMPT: _read_prompt}
 
 
 # --- pieces
+
+
+def _prompt_of(reader: RowReader, columns: Columns, notes: Notes) -> PromptPart:
+    """What comes before the answer. A transcript that waits for one is a conversation where texts become turns."""
+    prompt = prompt_part(columns, reader.prompt_key, reader.prompt_flag)
+    if reader.makes_turns and (turns := turns_before_answer(prompt.value)):
+        prompt.value, prompt.is_chat, prompt.is_transcript = turns, True, True
+        prompt.says = [(prompt.names, "turns")]
+        notes.facts.add(TRANSCRIPTS)
+    return prompt
+
+
+def _after(prompt: PromptPart, answer: Any) -> Any:
+    """The answer to a prompt. That to a transcript is without white space at its ends, or the whole transcript again."""
+    if not prompt.is_transcript or not isinstance(answer, str):
+        return answer
+    whole = f"\n\n{answer.strip()}"
+    return turns_of(whole) if is_transcript(whole) else answer.strip()
 
 
 def _answer_of(reader: RowReader, columns: Columns, key: str, where: str) -> Any:
@@ -351,17 +346,21 @@ def _answer(value: Any, where: str, narrow: bool = False) -> Any:
     return text_value(value, where, numbers=True, narrow=narrow)
 
 
-def _is_chat(reader: RowReader, prompt: PromptPart) -> bool:
-    """Whether a prompt and its answers are messages: a flag says so, or a question that no flag named."""
-    is_question = reader.prompt_key is None and bool(prompt.columns) and "prompt" not in prompt.columns
-    return bool(reader.chat) or (is_question and reader.has_template and not reader.input_template)
-
-
-def _wants_chat(reader: RowReader, prompt: PromptPart, answer: str) -> bool:
-    """Whether texts that no flag named become messages."""
-    if prompt.is_chat or (reader.has_template and not reader.input_template):
+def _is_chat(reader: RowReader, prompt: PromptPart, notes: Notes) -> bool:
+    """Whether a prompt and its answers are messages: a flag says so, or the prompt is a text that no flag named."""
+    if reader.chat or prompt.is_chat or prompt.value is None or not reader.makes_turns:
+        return bool(reader.chat) or prompt.is_chat
+    if not prompt.value.startswith(reader.openings):
         return True
-    if reader.input_template or (prompt.names, answer) == ("prompt", "completion"):
+    notes.facts.add(RENDERED)
+    return False
+
+
+def _wants_chat(reader: RowReader, prompt: PromptPart, answer: str, notes: Notes) -> bool:
+    """`_is_chat` for train_sft. Raises UserError if only a chat template could say how two texts are joined."""
+    if is_chat := _is_chat(reader, prompt, notes):
+        return is_chat
+    if RENDERED in notes.facts or reader.input_template or (prompt.names, answer) == ("prompt", "completion"):
         return False
     found = f"the tokenizer has no chat template, which makes turns of {prompt.names} and {answer}"
     raise UserError("--apply_chat_template", found, "--tokenizer_chat_template, or --input_template for plain texts")

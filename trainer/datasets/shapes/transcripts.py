@@ -14,6 +14,15 @@ def is_transcript(value: Any) -> bool:
     return MARK.findall(value)[-1] == "Assistant"
 
 
+def turns_before_answer(value: Any) -> list[dict] | None:
+    """The messages of a transcript that ends with the mark of the assistant, without a text behind it."""
+    text = f"\n\n{value.strip()}" if isinstance(value, str) else ""
+    if not is_transcript(text):
+        return None
+    *turns, last = turns_of(text)
+    return None if last["content"] else turns
+
+
 def turns_of(text: str) -> list[dict]:
     """The messages of a transcript. Nothing but the marks and white space at the ends of turns is left out."""
     _, *parts = MARK.split(text)
