@@ -34,6 +34,6 @@ Loss curves: $OUT/loss_curves.png      Model: $OUT/fsdp2/model      Every step: 
 To train on your own data (JSONL rows with "messages", or any two columns):
     source .venv/bin/activate
     torchrun --nproc_per_node 2 -m trainer.cli.train_sft --backend fsdp2 \\
-        --pretrain path/to/model --dataset data.jsonl --input_key question --output_key answer \\
+        --pretrain path/to/model --dataset data.jsonl --input_key question --output_key answer --apply_chat_template \\
         --train_batch_size 32 --micro_train_batch_size 4 --learning_rate 1e-5 --output_dir runs/mine
 EOF
