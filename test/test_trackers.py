@@ -6,6 +6,7 @@ The packages are small modules with the signatures of trackio 0.30, mlflow 3 and
 import importlib.util
 import re
 import sys
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.errors import UserError
 from trainer.flags.common_flags import OutputArguments
 from trainer.metrics import MetricsLog
+from trainer.runs.output_folders import check_trackers
 from trainer.runs.outputs import start_metrics
 from trainer.training.checkpointing import Progress
 
@@ -166,3 +168,30 @@ def test_refused_at_the_start(flags, expected, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trackio" else find(name))
     with pytest.raises(UserError, match=expected):
         train_sft.check(["--pretrain", "m", "--dataset", "d", *flags.split()])
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_key", "refused"),
+    [("online", False, "it has no key"), ("online", None, "40"), ("online", True, ""), ("offline", False, "")],
+)
+def test_a_key_of_wandb_is_looked_for_before_data_is_read(monkeypatch, mode, has_key, refused):
+    """By the package's own search, which asks no person here."""
+
+    def login(relogin=None, verify=True, prompt=True):
+        assert not (verify or prompt)
+        if has_key is None:
+            raise ValueError("API key must have 40+ characters")
+        return has_key
+
+    wandb, settings = ModuleType("wandb"), SimpleNamespace(mode=mode)
+    wandb.login, wandb.setup = login, lambda: SimpleNamespace(settings=settings)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    line = ["--pretrain", "m", "--dataset", "d", "--use_wandb"]
+    with pytest.raises(UserError, match=f"--report_to wandb: .*{refused}.*WANDB_MODE") if refused else nullcontext():
+        check_trackers(train_sft.parse(line)[0].output)
+    monkeypatch.setenv("RANK", "1")  # rank 0 alone has trackers
+    check_trackers(train_sft.parse(line)[0].output)
+    monkeypatch.delenv("RANK")
+    wandb.login = lambda relogin=None, verify=True: pytest.fail("an older version would ask a person")
+    check_trackers(train_sft.parse(line)[0].output)

@@ -1,6 +1,7 @@
 """Copies of a run's metrics in the trackers that --report_to names. Each one is an optional package, and a small class here."""
 
 import importlib
+import inspect
 import os
 import re
 import secrets
@@ -20,7 +21,24 @@ SHARED_NAMES = {
     "rejected_logps": "logps/rejected",
 }
 CURES = {"wandb": "wandb login, WANDB_API_KEY, or WANDB_MODE=offline"}
+WITHOUT_KEY = ("offline", "disabled", "dryrun")  # modes of wandb
 MOST_PARAMS, LONGEST_PARAM = 100, 500  # of one call of mlflow.log_params, and of a value in every version
+
+
+def check_wandb() -> None:
+    """Raise UserError if Weights & Biases will look for a key and find none, or a malformed one.
+
+    Older versions cannot look without asking a person. They say so when they start.
+    """
+    wandb = importlib.import_module("wandb")
+    if wandb.setup().settings.mode in WITHOUT_KEY or "prompt" not in inspect.signature(wandb.login).parameters:
+        return
+    try:
+        found = "" if wandb.login(prompt=False, verify=False) else "it has no key"
+    except Exception as error:  # of any type, as at its start
+        found = one_line(error)
+    if found:
+        raise UserError("--report_to wandb", found, CURES["wandb"])
 
 
 class TensorBoard:

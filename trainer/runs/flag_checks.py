@@ -53,7 +53,6 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool
         raise UserError("--lr_scheduler", args.optimizer.lr_scheduler, ", ".join(SCHEDULES))
     check_packages(args)
     check_adapter(args.lora)
-    output_folders.check_trackers(args.output)
     flags = args.checkpoint
     if flags.load_best_model_at_end or flags.early_stopping_patience:
         flags.best_metric_key = flags.best_metric_key or eval_metrics[0]
@@ -61,6 +60,7 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool
     check_layout(args)
     check_outputs(args)
     check_hub(args.output)
+    output_folders.check_trackers(args.output)  # it may import a tracker, which takes a second
 
 
 def start_from_adapter(model: ModelArguments, lora: LoraArguments) -> None:

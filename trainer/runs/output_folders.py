@@ -15,7 +15,7 @@ from trainer.comma_separated import names_in
 from trainer.errors import UserError
 from trainer.flags.common_flags import OutputArguments
 from trainer.metrics import METRICS_FILE, ROLLOUTS_FILE
-from trainer.mirrors import TRACKERS
+from trainer.mirrors import TRACKERS, check_wandb
 from trainer.model_folders.folder_names import is_gguf
 
 LOCK_FILE = ".lock"
@@ -198,6 +198,8 @@ def check_trackers(output: OutputArguments) -> None:
             raise UserError("--report_to", repr(name), f"{', '.join(TRACKERS)} (comma-separated), or none")
         if importlib.util.find_spec(name) is None:
             raise UserError(f"--report_to {name}", f"{name} is not installed", f"pip install -e '.[{name}]'")
+        if name == "wandb" and int(os.environ.get("RANK", 0)) == 0:
+            check_wandb()
 
 
 def check_best_metric(key: Optional[str], eval_metrics: tuple[str, ...]) -> None:
