@@ -9,6 +9,7 @@ import sys
 import pytest
 import yaml
 from launch import LAUNCHER, ROOT, forked, installed, run_process, run_until_gone, torchrun
+from transformers import GPT2Config
 
 from trainer.runs.outputs import ConfigDumper
 
@@ -28,6 +29,8 @@ def demo(tmp_path_factory):
     (folder / "other_keys.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
     shutil.copytree(folder / "demo" / "model", folder / "no_weights")
     (folder / "no_weights" / "model.safetensors").unlink()
+    shutil.copytree(folder / "demo" / "model", folder / "learned")
+    GPT2Config(vocab_size=512, n_positions=64, n_embd=16, n_layer=1, n_head=2).save_pretrained(folder / "learned")
     (folder / "used").mkdir()
     (folder / "used" / "metrics.jsonl").write_text("{}\n")
     return folder
@@ -61,6 +64,10 @@ CASES = {
     ),
     "empty set": ([*MODEL, "--dataset", "empty.jsonl", "--apply_chat_template"], ["--dataset", "empty.jsonl"]),
     "no weights": (["--pretrain", "no_weights", *DATA], ["--pretrain", "no_weights", "no weights"]),
+    "learned positions": (
+        ["--pretrain", "learned", *DATA, "--max_len", "65"],
+        ["--max_len: 65 tokens, more than the model's 64 positions (allowed: up to 64)"],
+    ),
     "no model folder": (["--pretrain", "./nowhere", *DATA], ["--pretrain", "./nowhere"]),
     "used output folder": ([*MODEL, *DATA, "--output_dir", "used"], ["--output_dir", "used", "--overwrite"]),
 }

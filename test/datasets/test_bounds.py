@@ -12,6 +12,7 @@ from trainer.errors import UserError
 from trainer.models.model_bounds import bounds_of
 from trainer.rollout.rollouts_file import as_row, read_rollouts
 from trainer.rollout.samples import Sample
+from trainer.runs.run_training import check_max_len
 
 SIZES = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
@@ -90,3 +91,18 @@ def test_a_line_of_frozen_rollouts_is_checked(tmp_path, changes, said):
         read_rollouts(str(path), bounds)
     assert str(path) in str(error.value) and said in str(error.value)
     assert "row 2" in str(error.value) or "line 2" in str(error.value)
+
+
+def test_a_length_that_the_flag_gives_is_compared_before_rows_are_tokenized():
+    """The default is no one's choice: rows decide there, and with rotary positions."""
+    for max_len, bounds in (
+        (64, Bounds(90, 64, True)),
+        (2048, Bounds(90, 64, True)),
+        (65, Bounds(90, 64)),
+        (65, Bounds(90)),
+    ):
+        check_max_len(max_len, bounds)
+    with pytest.raises(
+        UserError, match=r"^--max_len: 65 tokens, more than the model's 64 positions \(allowed: up to 64"
+    ):
+        check_max_len(65, Bounds(90, 64, True))

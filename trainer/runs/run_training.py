@@ -8,10 +8,13 @@ from collections.abc import Sized
 from trainer.datasets.batches.packing import collate_packed, collate_padded
 from trainer.datasets.files.image_files import has_images
 from trainer.datasets.images.image_batches import WORKERS
-from trainer.flags.common_flags import EpochArguments
+from trainer.datasets.samples.bounds import Bounds
+from trainer.errors import UserError
+from trainer.flags.common_flags import EpochArguments, LengthArguments
 from trainer.flags.parse_flags import flat
 from trainer.flags.rules import refuse
 from trainer.metrics import flops_per_token, full_size
+from trainer.models.model_bounds import bounds_of
 from trainer.runs import output_folders, outputs
 from trainer.runs.feature import apply
 from trainer.runs.feature_list import FEATURES
@@ -90,10 +93,18 @@ def steps_by_epoch(flags: EpochArguments, batches_of_epoch: Sized) -> dict[str, 
 def start(run: Run, is_demo: bool) -> None:
     """Set the run up: the strategy, the tokenizer, and what reads and collates the data of its method."""
     run.setup = setup = set_up(run.method.command, run.args, longest=run.args.length.max_len, is_demo=is_demo)
+    check_max_len(run.args.length.max_len, bounds_of(setup.folder, setup.trust_remote_code))
     run.load_data = functools.partial(run.method.load_data, run.args, setup.tokenizer)
     run.collate_rows = collate_packed if setup.is_packed else collate_padded
     run.auto_class = run.method.auto_class
     run.build_loader = functools.partial(loader_of, run)
+
+
+def check_max_len(max_len: int, bounds: Bounds) -> None:
+    """Raise UserError, before rows are tokenized, for a --max_len beyond learned positions. With its default, the rows decide."""
+    if bounds.learned and bounds.positions < max_len != LengthArguments.max_len:
+        found = f"{max_len} tokens, more than the model's {bounds.positions} positions"
+        raise UserError("--max_len", found, f"up to {bounds.positions}")
 
 
 def loader_of(run: Run, samples, *, shuffle: bool):
