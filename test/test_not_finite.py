@@ -60,6 +60,8 @@ def test_a_batch_larger_than_the_data_is_said_and_trains(folder):
     code, output, rows = sft(folder, "few", "demo/model", "--train_batch_size", "128", "--max_epochs", "1")
     assert code == 0, output[-2000:]
     assert "--train_batch_size 128 is larger than the data: each pass has one batch of 8 samples" in output
+    size = (folder / "demo/model/model.safetensors").stat().st_size
+    assert output.index(f"\nloading --pretrain {folder}/demo/model: {size / 1e6:.1f} MB\n") < output.index("step 1/1")
     base, trained = (load_file(folder / name / "model.safetensors") for name in ("demo/model", "few/model"))
     assert len(rows) == 1 and any(not torch.equal(base[name], trained[name]) for name in base)
 

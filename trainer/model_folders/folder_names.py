@@ -54,6 +54,12 @@ def find_weights(folder: str, flag: str = "") -> str:
     raise UserError(flag or folder, f"{folder} holds no weights", f"a folder with {SINGLE} or {INDEX}")
 
 
+def weights_size(folder: str) -> int:
+    """The bytes of the files of weights in a model folder, of the kind that is read."""
+    end = f".{find_weights(folder)}"
+    return sum(os.path.getsize(entry.path) for entry in os.scandir(folder) if entry.name.endswith(end))
+
+
 def check_on_hub(name: str, flag: str, kind: Literal["model", "dataset"]) -> None:
     """Raise UserError if neither the hub nor the cache has this repository. If the hub is silent, the cache serves alone."""
     # only who names no folder waits for it

@@ -16,7 +16,7 @@ from trainer.distributed.collectives import wait_for_all
 from trainer.errors import UserError
 from trainer.flags.common_flags import LayoutArguments, ModelArguments, OptimizerArguments
 from trainer.model_folders import model_folder
-from trainer.model_folders.folder_names import find_weights
+from trainer.model_folders.folder_names import find_weights, weights_size
 from trainer.model_parallel.expert_parallel import validate_expert_widths
 from trainer.models.attention.choice import fit_attention, validate_model
 from trainer.models.folder_faults import check_tokens, load_fault
@@ -64,8 +64,11 @@ def load_model(
         strategy.print(f"attention of {folder}: eager, since transformers has no sdpa for this model")
     if setup.attention not in ("sdpa", "eager"):
         validate_model(folder, remote_code, setup.attention, setup.is_packed, auto_class)
+    is_replaced = trained and setup.resumes
+    if not is_replaced:
+        strategy.print(f"loading {flag} {folder}: {weights_size(folder) / 1e6:,.1f} MB")
     try:
-        with reading(trained and setup.resumes):
+        with reading(is_replaced):
             options = {"attn_implementation": attention, "trust_remote_code": remote_code, "adapter": adapter}
             model = strategy.load_model(folder, auto_class, **options)
     except UserError:
