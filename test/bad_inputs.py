@@ -130,6 +130,7 @@ sft --pretrain demo/model --dataset keys.jsonl --output_dir out --pretrain_mode 
 @sft --learning_rate inf
 @sft --learning_rate 1e-4x
 @sft --lr_scheduler cosin
+@sft --lr_scheduler cosine_warmup_with_min_lr --lr_warmup_ratio 0
 @sft --lr_warmup_ratio 2
 @sft --warmup_steps -1
 @sft --lr_warmup_ratio 0.1 --warmup_steps 2
@@ -203,6 +204,7 @@ sft --pretrain demo/model --dataset keys.jsonl --output_dir out --pretrain_mode 
 @sft --hub_model_id a/b
 @sft --report_to comet
 @sft --report_to mlflow
+@sft --use_wandb
 @sft --run_name x
 @sft --certify 1 --streaming
 @sft --exact --param_dtype bf16
@@ -256,6 +258,10 @@ kd --pretrain demo/model --dataset demo/sft.jsonl --apply_chat_template
 @ppo --advantage_estimator nothing
 @ppo --advantage_estimator gae --critic_pretrain nowhere
 @ppo --n_samples_per_prompt 1
+@ppo --evals_per_epoch 2
+@ppo --saves_per_epoch 1
+@ppo --eval_steps 0
+@ppo --eval_steps 1
 @ppo --n_samples_per_prompt 0
 @ppo --rollout_batch_size 0
 @ppo --rollout_batch_size x

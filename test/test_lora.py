@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from trainer.cli.train_sft import check as check_sft
 from trainer.errors import UserError
-from trainer.flags.common_flags import SFTArguments
+from trainer.flags.common_flags import LoraArguments, SFTArguments
 from trainer.flags.parse_flags import from_flat
 from trainer.models.model_loading import resolve_model_folder
+from trainer.runs.features.adapter import add_adapter_of_flags
 from trainer.runs.flag_checks import check_flags
 
 BACKENDS = {f"z{n}": ["--backend", "deepspeed", "--zero_stage", str(n)] for n in (0, 1, 2, 3)} | {
@@ -313,6 +315,18 @@ def test_flags_that_cannot_work_are_refused(given, where):
     with pytest.raises(UserError, match=where):
         args = from_flat(SFTArguments, {"pretrain": "m", "dataset": "d", **given})
         check_flags("train_sft", args, ())
+
+
+def test_all_linear_is_every_linear_layer_but_the_head(shared_data):
+    """The names of peft and of LLaMA-Factory mean what no flag means."""
+    folder, found = f"{shared_data}/models/stories260K-hf", {}
+    for names in (None, "all-linear", "all"):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
+        flags = LoraArguments(lora_rank=4, target_modules=names)
+        add_adapter_of_flags(flags, SimpleNamespace(print=print), model, folder)
+        found[names] = {name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")}
+        assert found[names] == linear and len(linear) == 5 * 7
 
 
 @pytest.mark.parametrize(

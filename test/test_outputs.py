@@ -102,6 +102,7 @@ def args_of(command, *flags: str):
         "--pretrain base --output_dir proj": "--output_dir: proj/model holds a model that no run in --output_dir wrote",
         "--pretrain base --output_dir notes": "--output_dir: notes/model holds no model",
         "--pretrain base --save_path thesis": "--save_path: thesis holds no model",
+        "--pretrain base --save_path /": "--save_path: / would replace --pretrain",
         "--pretrain base --save_path /proc": "--save_path: /proc is a mount point",
     }.items(),
 )

@@ -268,6 +268,14 @@ def test_a_wrong_checkpoint_is_found_before_torch(tmp_path):
     args = from_flat(COMMANDS["train_sft"], {**files, "load_checkpoint": "true"})
     with pytest.raises(UserError, match="--load_checkpoint: true is not a folder"):
         check_files_of(args)
+    for name in ("run/checkpoints/step_2", "run/checkpoints/step_10", "run/model"):
+        (tmp_path / name).mkdir(parents=True)
+    for named in ("run", "run/checkpoints", "run/model"):
+        args = from_flat(COMMANDS["train_sft"], {**files, "load_checkpoint": str(tmp_path / named)})
+        with pytest.raises(
+            UserError, match=rf"{named} is no checkpoint. Did you mean {tmp_path}/run/checkpoints/step_10\?"
+        ):
+            check_files_of(args)
 
 
 def test_the_package_is_the_command():
