@@ -130,7 +130,7 @@ sft --pretrain demo/model --dataset keys.jsonl --output_dir out --pretrain_mode 
 @sft --learning_rate inf
 @sft --learning_rate 1e-4x
 @sft --lr_scheduler cosin
-@sft --lr_scheduler cosine_warmup_with_min_lr --lr_warmup_ratio 0
+@sft --lr_scheduler cosine_warmup_with_min_lr --lr_warmup_ratio 0 --min_lr_ratio 0
 @sft --lr_warmup_ratio 2
 @sft --warmup_steps -1
 @sft --lr_warmup_ratio 0.1 --warmup_steps 2
@@ -540,6 +540,7 @@ def main(argv: list[str]) -> None:
         wanted = [case for case in wanted if words_of(case)[0] in RANKED and not any(word in case for word in fine)]
     wanted = [case for case in wanted if case in SAMPLE or not options.sample][:: options.every]
     folder = Path(tempfile.mkdtemp())
+    os.environ |= {"WANDB_MODE": "online", "WANDB_API_KEY": "", "NETRC": str(folder / "none")}  # not those of a person
     try:
         if not options.ranks:
             from trainer.compare.machines.forked_ranks import import_libraries
