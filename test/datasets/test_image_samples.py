@@ -27,6 +27,7 @@ from trainer.datasets.images.image_batches import ImageCollate
 from trainer.datasets.images.image_processor import PixelLimits, load_processor
 from trainer.datasets.images.image_samples import ImageSamples
 from trainer.datasets.images.pixel_cache import PixelCache
+from trainer.datasets.samples.bounds import Bounds, check_bounds
 from trainer.datasets.samples.preference import SIDES, collate_pairs
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.errors import UserError
@@ -237,6 +238,25 @@ def test_an_image_is_never_cut(here):
     assert samples[0]["row"] == 1 and len(samples[0]["images"]) == 1 and len(samples[0]["input_ids"]) == 60
     with pytest.raises(UserError, match="--max_len: the images of no row fit into 20 tokens"):
         load(here, rows[:1], "--max_len", "20")
+
+
+def test_ids_and_lengths_of_rows_with_images_are_bounded(here):
+    """The tokens of an image need no embedding. Only learned positions are one for each token."""
+    samples, _ = load(here, [talk("Hi?"), talk("<image>Hi?", images=["pictures/1.png"]), talk("Ho?")])
+    tokenizer, lists = AutoTokenizer.from_pretrained(here / "qwen3_vl"), [row["input_ids"] for row in samples]
+    own = set(samples.processor.image_token_ids) - {None}
+    top, longest = max(token for ids in lists for token in ids if token not in own), max(map(len, lists))
+    place = next(number for number, ids in enumerate(lists) if len(ids) == longest)
+    first = next(number for number, ids in enumerate(lists) if top in ids)
+    assert own & set(lists[1]) and longest == len(lists[1])
+    assert check_bounds(samples, tokenizer, "--dataset", Bounds(top + 1, longest, True)) == []
+    assert check_bounds(samples, tokenizer, "--dataset", Bounds(top + 1, longest - 1)) == []
+    with pytest.raises(UserError, match=f"--dataset row {first + 1}: token {top} is beyond the {top} rows"):
+        check_bounds(samples, tokenizer, "--dataset", Bounds(top, None))
+    with pytest.raises(UserError, match=f"--dataset row {place + 1}: {longest} tokens, more than the model's"):
+        check_bounds(samples, tokenizer, "--dataset", Bounds(top + 1, longest - 1, True))
+    samples.image_ids |= {top}
+    assert check_bounds(samples, tokenizer, "--dataset", Bounds(top, None)) == []
 
 
 def test_images_after_the_last_trained_answer_are_left_out(here):

@@ -175,7 +175,7 @@ def report(
     bounds = bounds_of(setup.folder, setup.trust_remote_code)
     if isinstance(samples, SampleStream):
         samples.bounds = bounds
-    elif not has_images(samples):  # their positions are not those of the tokens
+    else:
         ledger.lines += check_bounds(samples, setup.tokenizer, flag, bounds)
     setup.strategy.print(with_files(ledger.report(name), data, seed, names, split, flag))
 

@@ -26,6 +26,7 @@ from trainer.datasets.images.image_processor import (
     AS_IN_FOLDER,
     PixelLimits,
     as_user_errors,
+    image_token_ids,
     load_processor,
     process_images,
     processor_state,
@@ -56,6 +57,7 @@ class ImageSamples:
         self.samples, self.rows, self.processor, self.decode = samples, rows, processor, decode
         self.column_names = [*samples.column_names, COLUMN]
         self.data, self._indices = samples.data, samples._indices  # the loader reads columns from here
+        self.image_ids = frozenset(image_token_ids(processor)) if processor else frozenset()
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -71,6 +73,10 @@ class ImageSamples:
     def with_format(self, *args, **kwargs):
         """The columns without images, in another format of the datasets library."""
         return self.samples.with_format(*args, **kwargs)
+
+    def select_columns(self, names: list[str]) -> Dataset:
+        """These columns, all without images."""
+        return self.samples.select_columns(names)
 
     def add_column(self, name: str, values: list) -> "ImageSamples":
         return ImageSamples(self.samples.add_column(name, values), self.rows, self.processor, self.decode)

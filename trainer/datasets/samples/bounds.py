@@ -1,7 +1,7 @@
 """Whether a model can take the token samples: their ids against its embedding, their lengths against its positions."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,12 @@ class Bounds:
 def check_bounds(samples: Any, tokenizer: Any, flag: str, bounds: Bounds) -> list[str]:
     """Check samples in Arrow columns. Returns the warnings.
 
-    The ids are only searched if the tokenizer has one beyond the embedding: there may be a billion rows.
+    The ids are only searched if the tokenizer has one beyond the embedding: there may be a billion rows. Samples with
+    images have `image_ids`, which need no embedding. Their rotary positions may be fewer than the tokens (M-RoPE).
     Raises: UserError that names the row for an id without embedding, and for a row longer than learned positions.
     """
+    if hasattr(samples, "image_ids") and not bounds.learned:
+        bounds = replace(bounds, positions=None)
     if max(tokenizer.get_vocab().values(), default=0) >= bounds.vocab_size:
         check_ids(samples, flag, bounds.vocab_size)
     longest, row = max((_longest(samples, name) for name in _id_columns(samples)), default=(0, 0))
@@ -52,11 +55,13 @@ def check_ids_of_row(ids: Iterable[int], row: int, flag: str, vocab_size: int) -
 
 def check_ids(samples: Any, flag: str, vocab_size: int) -> None:
     """Raise UserError that names the row and the id for the first id at or above `vocab_size`."""
+    image_ids = getattr(samples, "image_ids", ())
     for name in _id_columns(samples):
         if all((pc.max(chunk.flatten()).as_py() or 0) < vocab_size for chunk in samples.data.column(name).chunks):
             continue
         for sample in samples.select_columns(["row", name]):
-            check_ids_of_row(sample[name], sample["row"], flag, vocab_size)
+            ids = (token for token in sample[name] if token not in image_ids)
+            check_ids_of_row(ids, sample["row"], flag, vocab_size)
 
 
 def check_length(longest: int, row: int, flag: str, bounds: Bounds) -> list[str]:
