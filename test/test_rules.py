@@ -12,8 +12,7 @@ import pytest
 from trainer.flags.parse_flags import flags_of
 from trainer.flags.rule import UNKNOWN, Rule, defaults_of, first_broken
 from trainer.flags.rules import BACKEND_RULES, COMMANDS, RULES
-from trainer.strategies.options import StrategyOptions
-from trainer.strategies.refusals import excluded_flags
+from trainer.strategies.options import StrategyOptions, excluded_flags
 
 KINDS = {field.name: (field, hint) for command in COMMANDS.values() for field, hint in flags_of(command)}
 OTHERS = {  # values that a predicate may look for, besides those that a type gives

@@ -11,8 +11,7 @@ from trainer.errors import UserError
 from trainer.model_parallel import tensor_parallel
 from trainer.model_parallel.tensor_parallel import complete_plan, resolve_tp_plan
 from trainer.model_parallel.tp_plans import get_hf_tp_plan, get_llama_tp_plan, get_optimized_tp_plan
-from trainer.strategies.options import StrategyOptions
-from trainer.strategies.refusals import refuse_on_fsdp2
+from trainer.strategies.options import StrategyOptions, refuse_on_fsdp2
 
 QWEN3_PLAN = {
     "model.embed_tokens": "embedding_rowwise",

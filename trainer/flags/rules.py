@@ -39,7 +39,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     command: (*NEVER.get(command, ()), *TRAINING_RULES, *own) for command, own in OWN_RULES.items()
 }
 
-# of the strategies, which read them from their options: see strategies/refusals.py
+# of the strategies, which read them from their options: see strategies/options.py
 BACKEND_RULES: dict[str, tuple[Rule, ...]] = {"fsdp2": FSDP2_RULES, "deepspeed": DEEPSPEED_RULES}
 
 

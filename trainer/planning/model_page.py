@@ -36,7 +36,7 @@ def model_page(
 ) -> str:  # fmt: skip
     """The page of a model that is loaded, and not yet sharded by `prepare`. No communication.
 
-    `excluded` are the lines of `refusals.excluded_flags`.
+    `excluded` are the lines of `excluded_flags` in strategies/options.py.
     """
     folder, skeleton = model.name_or_path, skeleton_of(model)
     facts = model_facts(model, folder)

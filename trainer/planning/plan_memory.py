@@ -19,8 +19,7 @@ from trainer.model_parallel.tp_plans import heads_divide
 from trainer.models.attention.choice import validate_split_model
 from trainer.models.losses.token_losses import GPU_CHUNK_BYTES
 from trainer.planning.predicted_memory import BUFFER_BYTES, GRADS, MASTERS, MOMENTS, predict
-from trainer.strategies.options import StrategyOptions
-from trainer.strategies.refusals import refuse_on_deepspeed, refuse_on_fsdp2
+from trainer.strategies.options import StrategyOptions, refuse_on_deepspeed, refuse_on_fsdp2
 
 BF16, FP32 = 2, 4  # bytes
 

@@ -31,7 +31,7 @@ from trainer.models.model_loading import check_code, disable_dropout, has_sdpa
 from trainer.optimizers.build import build_scheduler
 from trainer.planning.model_page import model_page
 from trainer.runs.run_setup import Setup
-from trainer.strategies.refusals import excluded_flags
+from trainer.strategies.options import excluded_flags
 
 LOAD_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 

@@ -19,7 +19,7 @@ from trainer.limits import raise_limits
 from trainer.models.added_tokens import folder_with_tokens
 from trainer.models.attention.choice import resolve_attention, setup_attention
 from trainer.models.attention.flash import use_flash_attention_3
-from trainer.models.attention.packed_masks import no_search_for_packed_rows
+from trainer.models.attention.varlen import no_search_for_packed_rows
 from trainer.models.cpu_matmul import choose_cpu_matmul
 from trainer.models.model_loading import check_code, load_tokenizer, resolve_model_folder
 from trainer.strategies import get_strategy

@@ -1,8 +1,7 @@
 """The two strategies, which have one duck-typed API. Only this file chooses between them."""
 
 from trainer.errors import UserError
-from trainer.strategies.options import StrategyOptions
-from trainer.strategies.refusals import refuse_on_deepspeed, refuse_on_fsdp2
+from trainer.strategies.options import StrategyOptions, refuse_on_deepspeed, refuse_on_fsdp2
 
 
 def refuse_options(backend: str, options: StrategyOptions) -> None:

@@ -48,8 +48,7 @@ from trainer.strategies.on_deepspeed import (
 )
 from trainer.strategies.on_deepspeed.zero_config import engine_config
 from trainer.strategies.on_deepspeed.zero_weights import merged_weights, weights_to_save
-from trainer.strategies.options import StrategyOptions
-from trainer.strategies.refusals import refuse_on_deepspeed
+from trainer.strategies.options import StrategyOptions, refuse_on_deepspeed
 
 
 class DeepspeedStrategy:

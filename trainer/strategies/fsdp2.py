@@ -45,8 +45,7 @@ from trainer.optimizers.build import build_optimizer
 from trainer.optimizers.loss_scale import DynamicLossScale
 from trainer.strategies.dtypes import DTYPES
 from trainer.strategies.four_bits import load_in_4_bits
-from trainer.strategies.options import StrategyOptions
-from trainer.strategies.refusals import refuse_on_fsdp2
+from trainer.strategies.options import StrategyOptions, refuse_on_fsdp2
 
 
 class FSDP2Strategy:

@@ -178,8 +178,7 @@ def heading(folder: str, config) -> str:
 
     from trainer.models.model_loading import has_sdpa
     from trainer.planning.model_page import format_facts, model_facts, refusals
-    from trainer.strategies.options import StrategyOptions
-    from trainer.strategies.refusals import excluded_flags
+    from trainer.strategies.options import StrategyOptions, excluded_flags
 
     attention = "sdpa" if has_sdpa(folder, AutoModelForCausalLM, False) else "eager"
     model = _on_meta(config, attention)

@@ -9,7 +9,7 @@ from typing import Optional
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trainer.datasets.batches.global_batches import copied
@@ -120,3 +120,11 @@ def register_varlen_attention() -> str:
     """Register `attn_implementation="varlen"` with transformers. Return that name."""
     AttentionInterface.register(NAME, varlen_attention_forward)
     return NAME
+
+
+def no_search_for_packed_rows() -> None:
+    """Switch off, for this process, transformers' search for packed rows in position ids.
+
+    It waits for the GPU, and `cu_seqlens` name the documents of a row.
+    """
+    masking_utils.find_packed_sequence_indices = {}.get  # finds no tensor in {}, which means: no packed rows
