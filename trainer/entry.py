@@ -73,7 +73,7 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
         main(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         if int(os.environ.get("RANK", 0)) == 0:
-            print("stopped by SIGINT; no step was running, so no checkpoint was saved", file=sys.stderr)
+            print(Interrupted("stopped by SIGINT; no step was running, so no checkpoint was saved"), file=sys.stderr)
         leave(EXIT_INTERRUPTED)
     except Interrupted as reason:
         if int(os.environ.get("RANK", 0)) == 0:
