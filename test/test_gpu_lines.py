@@ -76,13 +76,13 @@ def test_the_identity_of_a_run_names_the_card_and_no_cpu_kernels(cuda, monkeypat
 )
 def test_widths_of_experts_are_asked_in_half_precision_on_a_gpu(monkeypatch, dtype, on):
     asked = []
-    for name in ("find_weights", "check_code", "has_sdpa", "disable_dropout", "change_layers"):
+    for name in ("find_weights", "weights_size", "check_code", "has_sdpa", "disable_dropout", "change_layers"):
         monkeypatch.setattr(run_models, name, lambda *_: True)
     monkeypatch.setattr(run_models.model_folder, "check_weights", lambda *_: [])
     monkeypatch.setattr(run_models, "validate_expert_widths", lambda model, flag: asked.append((model, flag)))
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=3))
     model = SimpleNamespace(config=config)
-    strategy = SimpleNamespace(device=on, param_dtype=dtype, load_model=lambda *_, **__: model)
+    strategy = SimpleNamespace(device=on, param_dtype=dtype, print=print, load_model=lambda *_, **__: model)
     setup = SimpleNamespace(strategy=strategy, attention="sdpa", resumes=False, tokenizer="abc")
     assert run_models.load_model(SFTArguments().model, setup, "folder", None) is model
     assert asked == ([(model, "--pretrain")] if on == CARD and dtype == torch.bfloat16 else [])

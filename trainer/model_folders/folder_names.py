@@ -57,7 +57,7 @@ def find_weights(folder: str, flag: str = "") -> str:
 def weights_size(folder: str) -> int:
     """The bytes of the files of weights in a model folder, of the kind that is read."""
     end = f".{find_weights(folder)}"
-    return sum(os.path.getsize(entry.path) for entry in os.scandir(folder) if entry.name.endswith(end))
+    return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file() and entry.name.endswith(end))
 
 
 def check_on_hub(name: str, flag: str, kind: Literal["model", "dataset"]) -> None:
