@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from trainer.datasets.conversations.templates import render_prompt
 from trainer.datasets.conversations.turn_ends import as_trained, stop_ids, turn_ends
 from trainer.datasets.samples.preference import tokenize_preference
+from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.rollout.rewards.model_scorer import ModelScorer
 from trainer.rollout.scoring import response_text
 
@@ -63,6 +64,11 @@ def test_rewards_read_the_tokens_that_train_rm_trained(name, tmp_path):
     assert tokenizer.convert_ids_to_tokens(ends.end) == end
     server, stops = ModelScorer(str(tmp_path), dtype=torch.float32, device="cpu"), stop_ids(tokenizer, str(tmp_path))
     prompt_ids = render_prompt(tokenizer, ASK)
+    texts = {"prompt": ASK[0]["content"], "chosen": "ok", "rejected": "okokok so"}  # that no flag names
+    assert pairs_of(tokenizer, [texts], prompt_key=None)[0] == pair
+    ask = {"input_key": None, "label_key": None, "input_template": None, "apply_chat_template": False}
+    asked = tokenize_prompts(datasets.Dataset.from_list([texts]), tokenizer, **ask, max_len=90, flag="--dataset")[0]
+    assert asked[0]["prompt_ids"] == prompt_ids
     for side in ("chosen", "rejected"):
         trained = pair[f"{side}_ids"]
         with torch.no_grad():
