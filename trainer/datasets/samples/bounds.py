@@ -91,4 +91,4 @@ def _longest(samples: Any, name: str) -> tuple[int, int]:
     if samples._indices is not None:
         lengths = lengths[samples._indices.column(0).to_numpy()]
     place = int(lengths.argmax())
-    return int(lengths[place]), samples[place]["row"]
+    return int(lengths[place]), samples.select_columns(["row"])[place]["row"]
