@@ -185,6 +185,29 @@ def test_servers_have_one_dtype_of_their_own(one_rank):
         engine_of(FakeServer("bfloat16"), FakeServer("float32"))
 
 
+def test_a_wrong_answer_costs_its_request_and_another_server_answers(one_rank, capsys):
+    bad, good = FakeServer(), FakeServer()
+    right = bad.answer
+    engine = engine_of(bad, good)
+    engine.update_weights(weights_of())
+
+    def answer(path: str, body: dict):
+        answered = right(path, body)
+        if "choices" in (answered or {}):
+            answered["choices"][0]["token_ids"][0] = VOCABULARY
+        return answered
+
+    bad.answer = answer
+    completions = engine.generate([[n] for n in range(8)], SAMPLING, range(8))
+    assert all(max(one.token_ids) < VOCABULARY for one in completions) and len(good.asked) == 8
+    assert f"token_ids are no list of numbers below {VOCABULARY}" in capsys.readouterr().out
+    bad.answer = lambda path, body: (
+        right(path, body) if body.get("method") != "receive_trainer_weights" else {"results": [7]}
+    )
+    engine.update_weights(weights_of())
+    assert "an answer of a wrong form" in capsys.readouterr().out
+
+
 def weights_of(*_, **__):
     yield "w", torch.arange(6.0)
 
@@ -379,11 +402,11 @@ def test_sets_of_truncated_sampling_come_from_the_server(runs):
 @pytest.mark.parametrize("change", [{"token_id": 9}, {"logprob": -9999.0}])
 def test_a_set_without_the_sampled_token_is_no_answer(change):
     likely = [{"token_id": 7, "logprob": -0.5}, {"token_id": 8, "logprob": -1.0}, {"token_id": 3, "logprob": -9999.0}]
-    assert _kept(likely, 7, 3) == [7, 8]
+    assert _kept(likely, 7, 3, 9) == [7, 8]
     with pytest.raises(ValueError, match="3 likely tokens, 3 asked, and token 7 was sampled"):
-        _kept([likely[0] | change, *likely[1:]], 7, 3)
+        _kept([likely[0] | change, *likely[1:]], 7, 3, 9)
     with pytest.raises(ValueError, match="2 likely tokens, 3 asked"):
-        _kept(likely[:2], 7, 3)
+        _kept(likely[:2], 7, 3, 9)
 
 
 def test_a_sync_has_the_bytes_that_plan_predicts(runs):

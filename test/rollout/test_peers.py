@@ -155,17 +155,28 @@ def choice(**changes) -> dict:
 
 
 def test_answers_of_a_rollout_server_have_a_checked_form():
-    assert vllm_server._completion(choice(), 5).token_ids == [1, 2]
+    assert vllm_server._completion(choice(), 5, 3).token_ids == [1, 2]
     wrong = [
         choice(token_ids=[1]), choice(token_ids=[1, "2"]), choice(token_ids=[1, -2]), choice(token_ids=[True, 2]),
-        choice(logprobs={"content": [{"logprob": float("nan")}, {"logprob": 0}]}), choice(logprobs=None), {}, [], 7,
+        choice(logprobs=None), {}, [], 7, choice(token_ids=[1, 3]), choice(token_ids=[10**30, 1]),
         {"choices": []}, choice(token_ids=None), choice(logprobs={"content": [{}, {}]}),
     ]  # fmt: skip
+    wrong += [
+        choice(logprobs={"content": [{"logprob": number}, {"logprob": 0}]})
+        for number in (float("nan"), 5e300, 0.01, 10**400, -(10**400), -1e300, float("-inf"), "-1", True, None)
+    ]
     for answer in wrong:
         with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
-            vllm_server._completion(answer, 5)
+            vllm_server._completion(answer, 5, 3)
+    rounded = choice(logprobs={"content": [{"logprob": 1e-7}, {"logprob": -9999.0}]})
+    assert vllm_server._completion(rounded, 5, 3).log_probs == [1e-7, -9999.0]
+    likely = [{"logprob": -1, "top_logprobs": [{"token_id": t, "logprob": -1}]} for t in (1, 2)]
+    assert vllm_server._completion(choice(logprobs={"content": likely}), 5, 3, 1).kept_ids == [[1], [2]]
+    likely[0]["top_logprobs"].append({"token_id": 3, "logprob": -1})
+    with pytest.raises(ValueError, match="likely tokens"):
+        vllm_server._completion(choice(logprobs={"content": likely}), 5, 3, 1)
     with pytest.raises(ValueError, match="at most 1 asked"):
-        vllm_server._completion(choice(), 1)
+        vllm_server._completion(choice(), 1, 3)
 
 
 def test_post_json_gives_the_answer():

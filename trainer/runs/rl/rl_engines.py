@@ -14,6 +14,7 @@ from trainer.datasets.conversations.turns import check_call_format
 from trainer.datasets.samples.prompts import COLUMN
 from trainer.distributed.collectives import wait_for_all
 from trainer.errors import UserError
+from trainer.model_folders.model_folder import read_config
 from trainer.rollout.asynchronous import Pace, RolloutsAhead
 from trainer.rollout.engines.decoding import UncachedRows
 from trainer.rollout.engines.hf import HFEngine
@@ -57,7 +58,8 @@ def hf_engine(run, options: dict) -> HFEngine:
 def server_engine(run, options: dict) -> VLLMServerEngine:
     """Servers of vLLM, of any number and with a dtype of their own."""
     trained, key = options.pop("dtype"), run.args.rollout.engine_api_key
-    options["max_len"] = run.setup.longest
+    config = read_config(run.setup.folder, run.setup.trust_remote_code)
+    options |= {"max_len": run.setup.longest, "vocab_size": config.get_text_config().vocab_size}
     engine = VLLMServerEngine(server_urls(run), **options, key=read_key("--engine_api_key", key) if key else None)
     if engine.dtype != trained:
         run.setup.strategy.print(f"rollout servers compute in {engine.dtype}, and training in {trained}")

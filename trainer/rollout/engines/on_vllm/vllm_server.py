@@ -11,7 +11,6 @@ import contextlib
 import functools
 import http.client
 import json
-import math
 import socket
 import threading
 import time
@@ -38,6 +37,7 @@ HELD_SECONDS = 0.5  # a server takes longer to start again
 LOOK_SECONDS = 0.05  # between two looks at whether requests shall be interrupted
 DTYPES = ("bfloat16", "float32")  # those of serve_engine
 CUT_OFF = -9999.0  # vLLM's servers send it in place of -inf
+ROUNDING = 1e-3  # a log-prob may be this much above 0
 FACTS_TIMEOUT = 60  # seconds for a server to report what it holds
 
 
@@ -64,8 +64,11 @@ class VLLMServerEngine:
         max_len: int,
         key: Optional[str] = None,
         deltas: bool = False,
+        vocab_size: Optional[int] = None,
     ):
         """`batch_size` is the number of requests that a rank has in flight on a server.
+
+        Answers have ids below `vocab_size`, that of the model that trains. Without it, the servers' own number counts.
 
         With `deltas`, a server that has the weights of the last sync gets the values that have changed since.
 
@@ -88,7 +91,7 @@ class VLLMServerEngine:
         found: dict[str, str] = {}  # a URL of each dtype
         for url in self._urls:
             [facts, *_] = self._facts(url)
-            self._vocab_size = facts["vocab_size"]
+            self._vocab_size = vocab_size or facts["vocab_size"]
             found.setdefault(facts["dtype"], url)
             if facts["max_len"] < max_len:
                 raise UserError(FLAG, f"{url} takes {facts['max_len']} tokens", f"--max_len {max_len} or more there")
@@ -153,11 +156,17 @@ class VLLMServerEngine:
         call = {"method": "receive_trainer_weights", "args": [source]}
         with ThreadPoolExecutor(1) as pool:
             received: Future = pool.submit(self._request, url, "/collective_rpc", call)
+
+            def still_to_come() -> None:
+                if received.done():  # it has failed, or says that it is done before anything was sent
+                    received.result()
+                    raise LostServer(FLAG, f"{url}: an answer of a wrong form, before the weights were sent")
+
             try:
-                sent = stream.send(updates, while_waiting=lambda: received.done() and received.result())
+                sent = stream.send(updates, while_waiting=still_to_come)
             except ConnectionError as error:
                 raise received.exception() or LostServer(FLAG, f"{url}: {error}") from None
-            return received.result()["results"], sent
+            return _results(url, received.result(), lambda result: isinstance(result.get("checksum"), str)), sent
 
     def sleep(self) -> None:
         """The server's memory is its own."""
@@ -248,17 +257,14 @@ class VLLMServerEngine:
         body = {"token_ids": list(prompt), "sampling_params": params}
         answer = self._request(url, "/inference/v1/generate", body)
         try:
-            return _completion(answer, limit, params["logprobs"] if sampling.gives_sets else 0)
+            return _completion(answer, limit, self._vocab_size, params["logprobs"] if sampling.gives_sets else 0)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LostServer(FLAG, f"{url}: an answer of a wrong form: {type(error).__name__}: {error}") from None
 
     def _facts(self, url: str) -> list[dict]:
         """What each worker of a server reports about itself, with the checksum of its weights."""
         answer = self._request(url, "/collective_rpc", {"method": "facts_for_trainer"}, FACTS_TIMEOUT)
-        results = answer.get("results") if isinstance(answer, dict) else None
-        if not (isinstance(results, list) and results and all(_is_facts(facts) for facts in results)):
-            raise LostServer(FLAG, f"{url}: an answer of a wrong form", "a running server of serve_engine")
-        return results
+        return _results(url, answer, _is_facts)
 
     def _own_address(self, url: str) -> str:
         """The address of this machine that the server's machine can reach."""
@@ -280,33 +286,55 @@ class VLLMServerEngine:
             raise LostServer(FLAG, f"{url}{path}: {error}", "a running server of serve_engine") from None
 
 
-def _is_facts(facts: Any) -> bool:
+def _results(url: str, answer: Any, is_right: Callable[[dict], bool]) -> list[dict]:
+    """What each worker of a server answers, each of the right form."""
+    results = answer.get("results") if isinstance(answer, dict) else None
+    if not (isinstance(results, list) and results and all(isinstance(one, dict) and is_right(one) for one in results)):
+        raise LostServer(FLAG, f"{url}: an answer of a wrong form", "a running server of serve_engine")
+    return results
+
+
+def _is_facts(facts: dict) -> bool:
     return (
-        isinstance(facts, dict)
-        and all(isinstance(facts.get(name), int) for name in ("max_len", "vocab_size"))
+        all(isinstance(facts.get(name), int) for name in ("max_len", "vocab_size"))
         and facts.get("dtype") in DTYPES
         and isinstance(facts.get("checksum"), str)
     )
 
 
-def _completion(answer: Any, limit: int, num_logprobs: int = 0) -> Completion:
-    """The completion of an answer, with sets from `num_logprobs` tokens of each step. Raises ValueError, TypeError, KeyError or AttributeError for a wrong form."""
+def _completion(answer: Any, limit: int, vocab_size: int, num_logprobs: int = 0) -> Completion:
+    """The completion of an answer, with sets from `num_logprobs` tokens of each step.
+
+    Raises ValueError, TypeError, KeyError or AttributeError for a wrong form, an id beyond the vocabulary, and a number
+    that is no log-probability.
+    """
     [choice] = answer["choices"]
     ids, steps = choice["token_ids"], (choice["logprobs"] or {}).get("content") or []
-    log_probs = [float(step["logprob"]) for step in steps]
-    if not isinstance(ids, list) or any(type(token) is not int or token < 0 for token in ids):
-        raise ValueError("token_ids are no list of numbers")
-    if len(ids) != len(log_probs) or len(ids) > limit or not all(map(math.isfinite, log_probs)):
-        raise ValueError(f"{len(ids)} tokens with {len(log_probs)} log-probs, at most {limit} asked")
-    kept_ids = (
-        [_kept(step["top_logprobs"], token, num_logprobs) for step, token in zip(steps, ids)] if num_logprobs else []
-    )
+    if not isinstance(ids, list) or not all(_is_token(token, vocab_size) for token in ids):
+        raise ValueError(f"token_ids are no list of numbers below {vocab_size}")
+    if len(ids) != len(steps) or len(ids) > limit:
+        raise ValueError(f"{len(ids)} tokens with {len(steps)} log-probs, at most {limit} asked")
+    log_probs = [_log_prob(step["logprob"]) for step in steps]
+    kept_ids = []
+    if num_logprobs:
+        kept_ids = [_kept(step["top_logprobs"], token, num_logprobs, vocab_size) for step, token in zip(steps, ids)]
     return Completion(ids, log_probs, choice["finish_reason"] == "stop", kept_ids)
 
 
-def _kept(likely: list[dict], sampled: int, count: int) -> list[int]:
+def _is_token(token: Any, vocab_size: int) -> bool:
+    return type(token) is int and 0 <= token < vocab_size
+
+
+def _log_prob(value: Any) -> float:
+    """Raises ValueError for what is no log-probability. Rounding may bring one above 0."""
+    if type(value) not in (int, float) or not CUT_OFF <= value <= ROUNDING:
+        raise ValueError("a log-prob is no number up to 0")
+    return float(value)
+
+
+def _kept(likely: list[dict], sampled: int, count: int, vocab_size: int) -> list[int]:
     """The tokens of a step that were not cut off. Raises ValueError if they are too few, or lack the sampled one."""
     kept = [one["token_id"] for one in likely if one["logprob"] > CUT_OFF]
-    if len(likely) < count or sampled not in kept or any(type(token) is not int for token in kept):
+    if len(likely) < count or sampled not in kept or not all(_is_token(token, vocab_size) for token in kept):
         raise ValueError(f"{len(likely)} likely tokens, {count} asked, and token {sampled} was sampled")
     return kept
