@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import json
 import random
@@ -49,6 +50,7 @@ VALUES = [
     0,
     3,
     10**30,
+    10**400,
     1e308,
     float("nan"),
     "",
@@ -60,6 +62,8 @@ VALUES = [
     {},
     [[]],
     ["x"],
+    "[" * 5000,
+    functools.reduce(lambda inner, _: [inner], range(300), 0),
 ]
 CONVERSATION = [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "2 1"}]
 

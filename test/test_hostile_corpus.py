@@ -588,6 +588,7 @@ CASES = {
     "certificate: data as FIFO": Case(of_run(edited("certificate.json", data={"files": {"/dev/zero": {"": {"size": 0, "blake2b": "0"}}}, "ledger": {}, "data": ""})), verified, "."),
     "certificate: model outside": Case(of_run(edited("certificate.json", saved_models={"../../etc": {}})), verified, "leaves the run folder"),
     "certificate: losses that never end": Case(of_run(edited("certificate.json", steps={"first": 1, "last": 10**18})), verified, "."),
+    "certificate: number beyond all bounds": Case(of_run(edited("certificate.json", total_steps=10**400)), verified, "1329 bits"),
     "certificate: name with a line": Case(
         of_run(edited("certificate.json", saved_models={"a\nPASS": {}})), verified, r"a\\nPASS"),
     "run: metrics as FIFO": Case(of_run(fifo("metrics.jsonl")), shown, "."),

@@ -1,5 +1,6 @@
 """Runs that a stranger planted: no command that reads one runs its code, fetches its addresses or leaves its folder."""
 
+import functools
 import io
 import json
 import os
@@ -11,7 +12,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from trainer.compare.certificates import verification
+from trainer.compare.certificates import plain_replay, verification
 from trainer.compare.certificates.certificate_checks import check_files, check_saved
 from trainer.datasets.demos.demo import make_demo
 from trainer.distributed.mesh import start_process_group
@@ -79,6 +80,11 @@ def planted(demo, tmp_path):
     return make
 
 
+def with_plain_tokenizer(folder: Path, demo: Path) -> None:
+    settings = (demo / "model/tokenizer_config.json").read_bytes()
+    (folder / "model/tokenizer_config.json").write_bytes(settings)
+
+
 def verified(run: str, *, certify=None, rerun=None, flags=(), trusted=False) -> bool:
     places = {"dataset": None, "pretrain": None}
     return verification.verify_run(run, places, certify, "cpu", rerun, list(flags), trusted)
@@ -105,6 +111,53 @@ def test_certify_and_rerun_name_the_flag_that_is_missing(planted, tmp_path):
         with pytest.raises(UserError, match="--trust_remote_code"):
             verified(run, **option)
     assert not (tmp_path / "executed").exists() and not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train_batch_size": 0}, {"train_batch_size": None}, {"learning_rate": "x"}, {"lr_warmup_ratio": 1e308},
+        {"lr_scheduler": "x"}, {"dataset_flags": "[" * 5000}, {"param_dtype": []}, {"seed": -1}, {"max_len": -1},
+    ],
+)  # fmt: skip
+def test_odd_values_of_a_certificate_are_a_difference(changes, planted, demo, tmp_path, capsys):
+    run = planted(**changes)
+    with_plain_tokenizer(tmp_path, demo)
+    assert not verified(run)
+    output = capsys.readouterr().out
+    assert "cannot be compared" in output or "cannot be read as it was" in output, output
+    with pytest.raises(UserError) as error:
+        verified(run, certify=1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "total_steps", "warmup_steps", "min_lr_ratio", "deep"])
+def test_numbers_beyond_all_bounds_and_deep_values_are_one_line(name, planted):
+    run = planted()
+    content = certificate.read(run)
+    deep = functools.reduce(lambda inner, _: [inner], range(900), 0)
+    (content if name == "total_steps" else content["arguments"])[name] = deep if name == "deep" else 10**400
+    certificate.write(run, content)
+    with pytest.raises(UserError, match="in each other" if name == "deep" else "a number of 1329 bits"):
+        verified(run)
+
+
+def test_the_number_of_processes_is_of_this_machine(planted, demo, tmp_path, monkeypatch):
+    started = []
+
+    def load(args, *_) -> tuple[list, None]:
+        started.append(args.data.dataset_num_proc)
+        return [], None
+
+    with_plain_tokenizer(tmp_path, demo)
+    monkeypatch.setattr(verification, "run_here", lambda command, line: started.append(Path(line[1]).read_text()))
+    monkeypatch.setattr(verification, "compare_curves", lambda *_: [])
+    run = planted(dataset_num_proc=12)
+    monkeypatch.setitem(plain_replay.LOADERS, "train_sft", load)
+    content = certificate.read(run)
+    plain_replay.planned_batches(content, str(tmp_path / "model"))
+    verification.rerun(content, str(tmp_path / "again"), [], set())
+    assert started[0] == 1 and "num_proc" not in started[1]
 
 
 @pytest.mark.parametrize(

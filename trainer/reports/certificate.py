@@ -32,6 +32,7 @@ PARTS = {
     "files": dict, "saved_models": dict, "checkpoints": dict, "resumed_after_steps": list, "total_steps": int,
 }  # fmt: skip
 SEALS = ("blake2b", "signature")
+DEEPEST, LARGEST = 32, 2**63  # of the values of a certificate: lists and objects in each other, and integers
 RUN_FILES = (METRICS_FILE, "config.yaml", ROLLOUTS_FILE)
 
 
@@ -183,4 +184,25 @@ def read(folder: str) -> dict:
     for name, kind in PARTS.items():
         if not isinstance(content.get(name), kind) or (name == "command" and content[name] not in COMMANDS):
             raise UserError(path, f"has no part {name} as a run writes it", "the file as it was written")
+    _check_values(path, content)
     return content
+
+
+def _check_values(path: str, content: dict) -> None:
+    """Raise UserError for an integer that no run writes, and for lists and objects too deep in each other."""
+    level, depth = [content], 0
+    while level:
+        for one in level:
+            if isinstance(one, int) and abs(one) > LARGEST:
+                raise UserError(path, f"has a number of {one.bit_length()} bits", "numbers as a run writes them")
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (dict, list))
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        depth += 1
+        if depth > DEEPEST:
+            raise UserError(
+                path, f"has more than {DEEPEST} lists or objects in each other", "the file as it was written"
+            )

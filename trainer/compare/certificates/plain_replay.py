@@ -109,7 +109,7 @@ def planned_batches(
     """
     flags, command = content["arguments"] | {"dataset": dataset or content["arguments"]["dataset"]}, content["command"]
     flags = flags | {"trust_remote_code": trust_remote_code, "pretrain": model_folder}
-    known = {field.name for field, _ in flags_of(COMMANDS[command])}
+    known = {field.name for field, _ in flags_of(COMMANDS[command])} - {"dataset_num_proc"}  # it is of this machine
     args = from_flat(COMMANDS[command], {name: value for name, value in flags.items() if name in known})
     tokenizer = prepared_tokenizer(
         tokenizer_folder(model_folder, args.lora.lora_adapter), args.model.trust_remote_code, args.data

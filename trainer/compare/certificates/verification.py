@@ -21,7 +21,7 @@ NOT_RERUN = {
     "certify", "sign_key", "verify_resume", "report_to", "use_wandb", "use_tensorboard", "save_steps", "save_interval_minutes", "best_metric_key",
     "eval_dataset", "eval_dataset_flags", "eval_steps", "eval_split", "save_hf_ckpt", "async_save", "ckpt_format", "max_ckpt_num",
     "evals_per_epoch", "saves_per_epoch", "max_ckpt_mem", "wandb_project", "run_name", "save_only_model", "push_to_hub",
-    "hub_model_id", "hub_private_repo", "hub_dry_run",
+    "hub_model_id", "hub_private_repo", "hub_dry_run", "dataset_num_proc",
 }  # fmt: skip
 
 
@@ -40,7 +40,7 @@ def verify(
     content = certificate.read(folder)
     results = {
         "certificate": checks.check_seal(content),
-        **({"signature": checks.check_signature(content, key)} if key or "signature" in content else {}),
+        **({"signature": _result(checks.check_signature, content, key)} if key or "signature" in content else {}),
         "files": _result(checks.check_files, folder, content),
         "steps": _result(checks.check_rows, folder, content),
         "facts": _result(checks.check_facts, folder, content),
@@ -59,12 +59,20 @@ def verify(
     return results
 
 
+# what values raise that no run writes
+ODD_VALUES = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, MemoryError)
+
+
 def _result(check, *values) -> list[str] | None:
     """The result of a check. Values of a form that no run writes are a difference too."""
     try:
         return check(*values)
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-        return [f"cannot be compared, a value has another form than a run writes: {type(error).__name__}: {error}"]
+    except ODD_VALUES as error:
+        return [f"cannot be compared, a value has another form than a run writes: {shown(error)}"]
+
+
+def shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def _model_folder(content: dict, given: str | None) -> str | None:
@@ -132,7 +140,7 @@ def rerun(content: dict, output_dir: str, flags: list[str], given: set[str]) -> 
         file.flush()
         line = ["--config", file.name, *flags, "--output_dir", output_dir, "--no_save"]
         run_here(content["command"], line)
-    return compare_curves(content, output_dir) if int(os.environ.get("RANK", 0)) == 0 else []
+    return _result(compare_curves, content, output_dir) if int(os.environ.get("RANK", 0)) == 0 else []
 
 
 def compare_curves(content: dict, folder: str) -> list[str]:
@@ -207,7 +215,13 @@ def verify_run(
             found = verify(folder, places["dataset"], places["pretrain"], trust_remote_code, key)
             if failed := [name for name, differences in found.items() if differences]:
                 raise UserError("--sign_key", f"{folder} is not as certified: {', '.join(failed)}", "a run that passes")
-        print(certify_steps(folder, num_replays, device, model_folder, places["dataset"], trust_remote_code, sign_key))
+        replayed = (num_replays, device, model_folder, places["dataset"], trust_remote_code, sign_key)
+        try:
+            print(certify_steps(folder, *replayed))
+        except ODD_VALUES as error:
+            raise UserError(
+                "--certify", f"{folder} cannot be replayed: {shown(error)}", "a run as it was written"
+            ) from None
     results = verify(folder, places["dataset"], places["pretrain"], trust_remote_code, key) | results
     print(describe(results))
     for line in missing_rights(content, places, trust_remote_code):
