@@ -222,6 +222,27 @@ REFUSED = {
         "column conversations: another text than that of messages",
     ),
     "another question": (talk(ANSWER, prompt="c"), "column prompt: another text than that of messages"),
+    "another question to the answer": (
+        {"messages": [{"role": "user", "content": "a"}], "instruction": "c", "answer": "b"},
+        "column instruction: another text than that of messages",
+    ),
+    "another spelling of a question": (talk(ANSWER, Prompt="c"), "column Prompt: another text than that of messages"),
+    "a text beside": ({"question": "a", "answer": "b", "text": "c"}, "column text: another text than that of question"),
+    "a text or a question": (
+        {"text": "a", "completion": "b"},
+        "(allowed: --input_key text --output_key completion, or --ignore_columns completion)",
+    ),
+    "a verdict on a text": ({"text": "a", "label": False}, "column label: says whether the answer is good"),
+    "a verdict as a number": (talk(ANSWER, label=0), "column label: says whether the answer is good"),
+    "another spelling of system": (talk(ANSWER, systemPrompt="x"), "(allowed: the name system_prompt, or --ignore"),
+    "passages": ({"question": "a", "answer": "b", "passages": ["x"]}, "column passages: would change the text"),
+    "a choice": ({"question": "a", "answer": "b", "A": "x"}, "column A: would change the text"),
+    "no question": ({"question": None, "answer": "b"}, "question: no value (allowed: a question before"),
+    "no messages": ({"messages": [], "id": 1}, "--input_key messages: no value"),
+    "turns that wait": (
+        {"context": [{"role": "user", "content": "a"}], "response1": "b"},
+        "column context: its last turn has no answer",
+    ),
     "videos": (talk(ANSWER, videos=["a.mp4"]), "column videos: would change the text"),
     "a video": (talk(ANSWER, video="a.mp4"), "column video: would change the text"),
     "audios": (talk(ANSWER, audios=["a.wav"]), "column audios: would change the text"),
@@ -230,7 +251,10 @@ REFUSED = {
         {"question": "a", "answer": "b", "response": "c"},
         "columns response and answer: each could be meant",
     ),
-    "two systems": (talk(ANSWER, system="x", system_prompt="y"), "columns system and system_prompt"),
+    "two systems": (
+        talk(ANSWER, system="x", system_prompt="y"),
+        "columns system and system_prompt: each could be meant (allowed: --ignore_columns with one of them)",
+    ),
     "pairs": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "train_dpo or train_rm for pairs"),
     "nothing": ({"foo": "b"}, "nothing says what to learn from the columns foo"),
     "a bad answer": (talk(ANSWER, label=False), "column label: says whether the answer is good"),
@@ -259,6 +283,39 @@ def test_what_would_change_the_text_is_refused_with_the_row(name, tmp_path):
         tokenize("sft", [{"messages": [{"role": "user", "content": "a"}, ANSWER]}, row], tmp_path, "BPE")
     assert str(error.value).startswith("--dataset row 2: ") and message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+QUESTION = [{"role": "user", "content": "a"}]
+OTHERS_REFUSED = {
+    "another prompt": ("pairs", {"messages": QUESTION, "prompt": "c", "chosen": "b", "rejected": "d"},
+                       "column prompt: another text than that of messages"),
+    "no prompt": ("pairs", {"messages": [], "chosen": "b", "rejected": "d"}, "column messages: no value"),
+    "another question": ("answer", {**talk(ANSWER), "question": "c", "label": True}, "column question: another text"),
+    "no answer": ("answer", {**talk(ANSWER, QUESTION[0]), "label": True},
+                  "--prompt_key messages: does not end with an assistant message"),
+    "labels of pairs": ("answer", {"prompt": "a", "chosen": "b", "rejected": "d", "label": 1},
+                        "column label: a label of its own"),
+    "a prompt beside": ("prompt", {"messages": QUESTION, "question": "c"}, "column question: another text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS_REFUSED)
+def test_other_commands_refuse_it_too(name, tmp_path):
+    task, row, message = OTHERS_REFUSED[name]
+    with pytest.raises(UserError) as error:
+        tokenize(task, [row], tmp_path, "BPE")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("task", ["sft", "answer", "pairs", "prompt"])
+@pytest.mark.parametrize("name", ["messages", "prompt"])
+def test_an_empty_conversation_is_no_value(name, task, tmp_path):
+    answers = {"sft": {"answer": "b"}, "answer": {"answer": "b", "label": True}, "prompt": {}}
+    row = {name: [], "question": "a", **answers.get(task, {"chosen": "b", "rejected": "d"})}
+    [sample], _ = tokenize(task, [row], tmp_path, "BPE")
+    want = expected("BPE", [["user", "a", 0], *[["assistant", "b", 1]] * (task != "prompt")], opened=task == "prompt")
+    ids = {"pairs": "chosen_ids", "prompt": "prompt_ids"}.get(task, "input_ids")
+    assert sample[ids] == want[0]
 
 
 def test_ignored_columns_and_keys_are_left_out(tmp_path):

@@ -503,7 +503,7 @@ def test_samples_without_a_stop_token_are_refused(tmp_path):
         assert ledger["num_stop_trained"] == 2 and answer_of(samples[0], tokenizer).endswith("<|im_start|>")
     both = tokenize([{"messages": TALK}], tiny(ENDED), train_on="all")[0][0]
     assert answer_of(both, tiny(ENDED)) == "Hello.<|im_start|>It is 2.<|im_start|>"
-    empty = tokenize([*one, {"messages": []}], tiny(CHATML))[1]
+    empty = tokenize([*one, {"messages": [TALK[0], {"role": "assistant", "content": ""}]}], tiny(CHATML))[1]
     assert "WARNING" not in empty.report("data") and (empty["num_stop_trained"], empty["num_excluded"]) == (2, 1)
     cut = tokenize(one, tiny(CHATML), max_len=len(tokenize(one, tiny(CHATML))[0][0]["input_ids"]) - 3)[1]
     assert "WARNING: no sample trains a stop" in cut.report("data") and "--max_len cuts all" in cut.report("data")

@@ -112,11 +112,19 @@ def _chat_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOptions
 
 
 def conversation_of(row: ReadRow, part: str, template: str | None) -> list[dict]:
-    """The prompt and the answer `part` as messages. The last one has the loss, whatever their keys say."""
-    messages = row.messages("prompt", "user", template) + row.messages(part, "assistant", template)
-    if any(TRAIN in message for message in messages):
+    """The prompt and the answer `part` as messages. `TRAIN` marks the turns of the assistant that are compared.
+
+    They are those after the prompt, or the last one of a whole conversation, whatever the keys of messages say.
+    """
+    prompt, answer = row.messages("prompt", "user", template), row.messages(part, "assistant", template)
+    if any(TRAIN in message for message in (*prompt, *answer)):
         row.notes.facts.add("weight, loss and train of messages are not used: the last answer is what is compared")
-    return [{key: value for key, value in message.items() if key != TRAIN} for message in messages]
+    whole = [*prompt, *answer]
+    start = len(prompt) if prompt and answer and answer[0]["role"] == "assistant" else len(whole) - 1
+    own = [number for number, message in enumerate(whole) if number >= start and message["role"] == "assistant"]
+    if len(own) > 1:
+        row.notes.facts.add("loss on all turns of the assistant in an answer of several messages")
+    return [message | {TRAIN: number in own} for number, message in enumerate(whole)]
 
 
 def keep_answers(

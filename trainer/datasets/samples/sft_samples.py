@@ -37,7 +37,8 @@ from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, CONVERSATIONS, MORE, PROMPTS, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.read_row import ReadRow
-from trainer.datasets.shapes.row_reader import NEEDED, SFT, RowReader, reader_of
+from trainer.datasets.shapes.row_reader import SFT, RowReader, reader_of
+from trainer.datasets.shapes.row_refusals import NEEDED
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 

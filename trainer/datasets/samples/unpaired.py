@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from datasets import Dataset, Features, List, Value
 
+from trainer.comma_separated import names_in
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.lost_characters import note_lost
+from trainer.datasets.conversations.messages import IGNORE
 from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state
 from trainer.datasets.library import map_cached, quiet
 from trainer.datasets.rows import check_keys, lookup, truth_value, within
@@ -26,7 +28,7 @@ from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.samples.sft_samples import render_sample
-from trainer.datasets.shapes.columns import ANSWERS, CONVERSATIONS
+from trainer.datasets.shapes.columns import ANSWERS, CONVERSATIONS, LABELS
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.row_reader import ANSWER
 from trainer.errors import UserError
@@ -93,6 +95,7 @@ def answer_tokens(
     """
     is_pairs = completion_key not in rows.column_names and {chosen_key, rejected_key} <= set(rows.column_names)
     if is_pairs:
+        _refuse_own_labels(rows, label_key, ignore_columns, flag)
         rows = unpair(rows, chosen_key, rejected_key, completion_key, label_key)
     columns = rows.column_names
     if label_key == "label" and label_key not in columns and "kto_tag" in columns:
@@ -117,6 +120,14 @@ def answer_tokens(
         flag=flag,
         num_answers=1 + is_pairs,
     )
+
+
+def _refuse_own_labels(rows: Dataset, label_key: str, ignored: str | None, flag: str) -> None:
+    """Raise UserError for a column of labels in rows of pairs, whose answers have the labels true and false."""
+    for name in {label_key, *LABELS} & set(rows.column_names) - set(names_in(ignored)):
+        if any(value is not None for value in rows[name]):
+            found = "a label of its own, and pairs are labelled by which answer is chosen"
+            raise UserError(f"{flag} column {name}", found, f"{IGNORE} {name}")
 
 
 def _features() -> Features:

@@ -1,5 +1,6 @@
 """The columns of one row: known names, which of them were used, and what is left over."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,18 @@ ADDED = (
     "choices",
     "options",
     "role",
+    "instructions",
+    "system_instruction",
+    "system_instructions",
+    "document",
+    "contexts",
+    "passages",
+    "support",
+    "evidence",
+    "hint",
+    "hints",
+    "starter_code",
+    *"ABCD",  # choices
 )
 ADDED += ("image", IMAGES, "video", "videos", "audio", "audios", "speech", "objects", "chosen_images")
 ADDED += ("image_url", "image_urls", "image_path", "video_path", "audio_path")
@@ -45,13 +58,30 @@ EMPTY = (None, "", [], {}, "[]", "{}", "null")
 UNSEEN = (FOLDER,)  # our own columns
 
 
+def plain_name(name: str) -> str:
+    """A name without case, hyphens, underscores and spaces: systemPrompt is system_prompt."""
+    return re.sub(r"[-_\s]", "", name).lower()
+
+
+SPELLINGS = {plain_name(name): name for name in reversed(ADDED) if len(name) > 1}
+
+
+def _has_value(name: str, value: Any) -> bool:
+    """Whether a column has a value. A conversation without messages is none."""
+    if name in CONVERSATIONS and value in EMPTY:
+        return False
+    no_turns = value == [] or (isinstance(value, dict) and all(child in (None, []) for child in value.values()))
+    return value is not None and not (name in (*CONVERSATIONS, *PROMPTS) and no_turns)
+
+
 class Columns:
     """The columns of a row that have a value. `used` fills up while the row is read."""
 
     def __init__(self, row: Any, ignored: tuple[str, ...] = (), taken: tuple[str, ...] = ()):
         hidden = {*UNSEEN, *ignored}
         self.names = [name for name in row if name not in hidden]
-        self.row = {name: value for name, value in row.items() if name not in hidden and value is not None}
+        self.row = {name: value for name, value in row.items() if name not in hidden and _has_value(name, value)}
+        self.empty = {name for name in self.names if row[name] is not None} - self.row.keys()  # conversations
         self.used: set[str] = set()
         self.keys = set(taken)  # that were read; one may be inside an object
         self.taken = {column_of_key(self.row, key) for key in taken}  # something else reads them
@@ -67,7 +97,9 @@ class Columns:
         there = [name for name in names if name in self.row and name not in self.used]
         filled = [name for name in there if self.row[name] not in EMPTY]
         if len({repr(self.row[name]) for name in filled}) > 1:
-            raise UserError(f"columns {' and '.join(filled)}", "each could be meant", f"{flag} with one of them")
+            raise UserError(
+                f"columns {' and '.join(filled)}", "each could be meant", f"{flag or IGNORE} with one of them"
+            )
         self.used |= set(filled[1:])  # the same text twice
         return next(iter(filled or there), None)
 
@@ -83,12 +115,14 @@ class Columns:
         """
         for name, value in self._left():
             kind = name.rpartition(".")[2]
-            if kind in ADDED and value in EMPTY:
+            known = kind if kind in ADDED else SPELLINGS.get(plain_name(kind))
+            if known and value in EMPTY:
                 continue
-            is_neutral = (kind in WEIGHTS and value == 1) or (isinstance(value, str) and value in known_text)
-            if strict and kind in ADDED and not is_neutral:
-                found = f"would change the {'loss' if kind in WEIGHTS else 'text'}, and is not used here"
-                raise UserError(f"column {name}", found, f"{IGNORE} {name}")
+            is_neutral = (known in WEIGHTS and value == 1) or (isinstance(value, str) and value in known_text)
+            if strict and known and not is_neutral:
+                found = f"would change the {'loss' if known in WEIGHTS else 'text'}, and is not used here"
+                renamed = "" if known == kind else f"the name {known}, or "
+                raise UserError(f"column {name}", found, f"{renamed}{IGNORE} {name}")
             notes.columns.add(name)
 
     def _left(self) -> Iterator[tuple[str, Any]]:

@@ -16,9 +16,11 @@ from trainer.datasets.shapes.columns import (
     SYSTEMS,
     TOOLS,
     Columns,
+    plain_name,
 )
 from trainer.errors import UserError
 
+OTHER_TEXTS = set(map(plain_name, (*CONVERSATIONS, *PROMPTS, "text")))  # known places of a question or a conversation
 ROLE_KEY = re.compile(r'"(role|from)"\s*:')
 
 
@@ -52,6 +54,8 @@ def prompt_part(columns: Columns, key: str | None, flag: str) -> PromptPart:
     else:
         found = _text_part(columns, key, flag)
     if found.value is not None:
+        if key is None:
+            _refuse_other_text(found, columns)
         add_system(found, columns)
     return found
 
@@ -178,15 +182,19 @@ def all_text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def refuse_other_text(found: PromptPart, columns: Columns) -> None:
-    """Raise UserError for another conversation, or another question, than that of the conversation."""
-    known, text = texts_of(found.value), all_text(found.value)
-    for name in (*CONVERSATIONS, *PROMPTS):
-        value = raw_messages(columns.row.get(name), texts=name in CONVERSATIONS)
-        is_known = value in EMPTY or (isinstance(value, list) and texts_of(value) <= known)
-        if name in columns.used or is_known or (isinstance(value, str) and value.strip() in text):
+def _refuse_other_text(found: PromptPart, columns: Columns) -> None:
+    """Raise UserError for another conversation, question or text than that of the prompt. A column of rendered turns is none."""
+    turns = [{"role": "user", "content": found.value}] if isinstance(found.value, str) else found.value
+    known, text = texts_of(turns), all_text(found.value)
+    for name in columns.row:
+        if name in columns.used | columns.taken or plain_name(name) not in OTHER_TEXTS:
             continue
-        raise UserError(f"column {name}", f"another text than that of {found.names}", f"{IGNORE} with one of them")
+        value = raw_messages(columns.row[name], texts=name in CONVERSATIONS)
+        is_known = value in EMPTY or (isinstance(value, list) and texts_of(value) <= known)
+        is_part = isinstance(value, str) and value.strip() in text
+        is_rendered = isinstance(value, str) and all(content in value for _, content in known)
+        if not (is_known or is_part or is_rendered):
+            raise UserError(f"column {name}", f"another text than that of {found.names}", f"{IGNORE} with one of them")
 
 
 def refuse_places(columns: Columns, keys: list[str | None]) -> None:

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.comma_separated import names_in
-from trainer.datasets.conversations.messages import CALL, IGNORE, messages_of, role_of
+from trainer.datasets.conversations.messages import CALL, messages_of, role_of
 from trainer.datasets.files.image_files import COLUMN as IMAGES
 from trainer.datasets.files.image_files import FOLDER
 from trainer.datasets.rows import column_of_key, narrow_columns, text_value
 from trainer.datasets.shapes.columns import (
     ANSWERS,
+    BEFORE_ANSWER,
     BESIDE_ANSWER,
     CHOSEN,
-    CONVERSATIONS,
     EMPTY,
     HISTORY,
-    LABELS,
+    MORE,
     REJECTED,
     SYSTEMS,
     TEMPLATE_ARGS,
@@ -34,17 +34,21 @@ from trainer.datasets.shapes.prompt_part import (
     is_transposed,
     prompt_part,
     raw_messages,
-    refuse_other_text,
     refuse_places,
     texts_of,
     without_keys,
 )
 from trainer.datasets.shapes.read_row import ReadRow
+from trainer.datasets.shapes.row_refusals import (
+    no_answer,
+    no_question,
+    refuse_answer_beside_text,
+    refuse_verdict,
+)
 from trainer.datasets.shapes.transcripts import is_transcript, turns_before_answer, turns_of
 from trainer.errors import UserError
 
 SFT, PAIRS, ANSWER, PROMPT = "sft", "pairs", "answer", "prompt"  # what a row is read for
-NEEDED = "--input_key and --output_key, --apply_chat_template (conversations) or --pretrain_mode (plain text)"
 ENDS_WITH_ANSWER = "ends with an assistant message, and its answer is beside it"
 RENDERED = "prompts that are rendered by the chat template already stay texts; --read_control_tokens keeps their control tokens"
 TRANSCRIPTS = "Human: and Assistant: in the texts begin turns of a conversation"
@@ -137,23 +141,21 @@ def _read_sft(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     if reader.prompt_key is not None and reader.chat is False:
         text_value(columns.take(reader.prompt_key), f"{reader.prompt_flag} {reader.prompt_key}")
     prompt = _prompt_of(reader, columns, notes)
+    refuse_verdict(columns, reader.answer_keys)
     if prompt.value is None and not named and reader.chat is None and "text" in columns.row:
+        refuse_answer_beside_text(columns)
         return _text(reader, columns)
-    for name in LABELS:
-        value = columns.row.get(name)
-        is_verdict = isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false"))
-        if is_verdict and name not in columns.taken and name not in reader.answer_keys:
-            found = "says whether the answer is good, which is not used here"
-            raise UserError(f"column {name}", found, f"train_dpo --loss kto, or {IGNORE} {name}")
     answer = reader.answer_keys[0] if reader.answer_keys else None
     whole = isinstance(prompt.value, list) and bool(prompt.value) and is_answer(prompt.value[-1])
     if answer is None and not whole and (not named or isinstance(prompt.value, str)) and reader.prompt_key is None:
         answer = columns.find(ANSWERS, "--output_key")
     if answer is None:
         if not isinstance(prompt.value, list):
-            raise _no_answer(reader, columns, prompt)
+            raise no_answer(columns, prompt, reader.chat)
         return _whole(columns, prompt, notes, named)
     where = f"--output_key {answer}" if reader.answer_keys else f"column {answer}"
+    if prompt.value is None:
+        raise no_question(columns, answer)
     if whole:
         raise UserError(prompt.where, ENDS_WITH_ANSWER, f"a conversation without {answer}, or one without an answer")
     found = _Found(
@@ -181,7 +183,9 @@ def _whole(columns: Columns, prompt: PromptPart, notes: Notes, named: bool) -> _
         if not message.get("tool_calls") and message.get("train", True):
             says = [(f"{prompt.names} (one message of the assistant)", "text, with loss on every token")]
             return _Found("", {"text": message["content"]}, {"text": prompt.where}, says)
-    refuse_other_text(prompt, columns)
+    if prompt.columns[0] in MORE and not named and not is_answer(value[-1]):  # HelpSteer3
+        found = "its last turn has no answer, and no name of a column says which one is"
+        raise UserError(f"column {prompt.names}", found, "--output_key with one of the columns")
     first = value[0] if value and isinstance(value[0], dict) else {}
     name = "ShareGPT" if first.get("from") is not None and first.get("role") is None else "conversation"
     return _Found(name, {"prompt": value}, {"prompt": prompt.where}, prompt.says, True)
@@ -228,6 +232,8 @@ def _read_answer(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     prompt = _prompt_of(reader, columns, notes)
     if name is None and not (isinstance(prompt.value, list) and prompt.value and is_answer(prompt.value[-1])):
         name = columns.find(ANSWERS, flag)
+        if name is None and isinstance(prompt.value, list):
+            raise UserError(prompt.where, "does not end with an assistant message", f"an answer, there or in {flag}")
         if name is None:
             raise UserError(flag, f"no key {key!r} in the row", ", ".join(columns.row))
     answer = None if name is None else _answer_of(reader, columns, name, f"{flag} {name}")
@@ -247,6 +253,9 @@ def _with_answers(
         add_system(prompt, columns)
         prompt.value = prompt.value or None
     whole = [value for value in answers.values() if isinstance(value, list) and value and not is_answer(value[0])]
+    is_without = prompt.value is None and not whole and not all(map(is_transcript, answers.values()))
+    if is_without and any(name in columns.names for name in BEFORE_ANSWER):
+        raise no_question(columns, None)
     for value in whole:
         prompt.value = _without_shared(prompt, value)
     if len(whole) < sum(value is not None for value in answers.values()):
@@ -364,21 +373,6 @@ def _wants_chat(reader: RowReader, prompt: PromptPart, answer: str, notes: Notes
         return False
     found = f"the tokenizer has no chat template, which makes turns of {prompt.names} and {answer}"
     raise UserError("--apply_chat_template", found, "--tokenizer_chat_template, or --input_template for plain texts")
-
-
-def _no_answer(reader: RowReader, columns: Columns, prompt: PromptPart) -> UserError:
-    if reader.chat and prompt.value is not None:
-        return UserError(prompt.where, "a text, not a list of messages", "--output_key for the answer to the text")
-    conversation = next((name for name in CONVERSATIONS if name in columns.names), None)
-    if conversation and not columns.row:
-        return UserError(f"{reader.prompt_flag} {conversation}", "no value", "a list of messages")
-    wanted = ("text",) if prompt.value is None else ANSWERS
-    missing = next((name for name in wanted if name in columns.names and name not in columns.row), None)
-    if missing:
-        return UserError(f"column {missing}", "no value", "a text")
-    pairs = "train_dpo or train_rm for pairs; " if {"chosen", "rejected"} & set(columns.row) else ""
-    found = f"nothing says what to learn from the columns {', '.join(columns.row or columns.names)}"
-    return UserError(prompt.where or "its columns", found, pairs + NEEDED)
 
 
 def _with_system(parts: dict[str, Any], system: str, chat: bool, notes: Notes) -> dict[str, Any]:

@@ -1,0 +1,48 @@
+"""Rows that are refused as a whole, with the true cause and the flag that helps."""
+
+from trainer.datasets.conversations.messages import IGNORE
+from trainer.datasets.rows import truth_value
+from trainer.datasets.shapes.columns import ANSWERS, BEFORE_ANSWER, CONVERSATIONS, LABELS, Columns
+from trainer.datasets.shapes.prompt_part import PromptPart
+from trainer.errors import UserError
+
+NEEDED = "--input_key and --output_key, --apply_chat_template (conversations) or --pretrain_mode (plain text)"
+
+
+def no_question(columns: Columns, answer: str | None) -> UserError:
+    """The error of a row with the column `answer` and without a question."""
+    empty = [name for name in BEFORE_ANSWER if name in columns.names]
+    found = "no value" if empty else f"no question to the answer in {answer}"
+    where = f"column{'s' * (len(empty) > 1)} {', '.join(empty)}" if empty else "its columns"
+    return UserError(where, found, "a question before each answer")
+
+
+def no_answer(columns: Columns, prompt: PromptPart, chat: bool | None) -> UserError:
+    """The error of a row for train_sft in which nothing is known as an answer. `chat`: texts become turns."""
+    if chat and prompt.value is not None:
+        return UserError(prompt.where, "a text, not a list of messages", "--output_key for the answer to the text")
+    conversation = next((name for name in CONVERSATIONS if name in columns.names), None)
+    if conversation and prompt.value is None and (conversation in columns.empty or not columns.row):
+        return UserError(f"--input_key {conversation}", "no value", "a list of messages")
+    wanted = ("text",) if prompt.value is None else ANSWERS
+    missing = next((name for name in wanted if name in columns.names and name not in columns.row), None)
+    if missing:
+        return UserError(f"column {missing}", "no value", "a text")
+    pairs = "train_dpo or train_rm for pairs; " if {"chosen", "rejected"} & set(columns.row) else ""
+    found = f"nothing says what to learn from the columns {', '.join(columns.row or columns.names)}"
+    return UserError(prompt.where or "its columns", found, pairs + NEEDED)
+
+
+def refuse_answer_beside_text(columns: Columns) -> None:
+    """Raise UserError for an answer that is no part of the text: the text may be its question."""
+    if (answer := columns.filled(ANSWERS)) and str(columns.row[answer]).strip() not in str(columns.row["text"]):
+        found = f"a whole text, or the question to {answer}"
+        raise UserError("column text", found, f"--input_key text --output_key {answer}, or {IGNORE} {answer}")
+
+
+def refuse_verdict(columns: Columns, answers: tuple[str, ...]) -> None:
+    """Raise UserError for a column that says whether the answer is good. `answers` are columns that a flag names as the answer."""
+    for name in LABELS:
+        if truth_value(columns.row.get(name)) is not None and name not in (*columns.taken, *answers):
+            found = "says whether the answer is good, which is not used here"
+            raise UserError(f"column {name}", found, f"train_dpo --loss kto, or {IGNORE} {name}")
