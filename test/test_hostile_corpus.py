@@ -364,6 +364,21 @@ def frame(data: bytes) -> Callable[[Path], object]:
     return read
 
 
+def answer(text: str) -> Callable[[Path], object]:
+    """The JSON of a server."""
+
+    def read(_: Path) -> str:
+        from trainer.rollout import peers
+
+        try:
+            peers.read_json(text.encode())
+        except peers.BadAnswer as error:
+            return str(error)
+        return "read"
+
+    return read
+
+
 def framed(text: str) -> bytes:
     return struct.pack(">I", len(text.encode())) + text.encode()
 
@@ -589,6 +604,7 @@ CASES = {
     "certificate: model outside": Case(of_run(edited("certificate.json", saved_models={"../../etc": {}})), verified, "leaves the run folder"),
     "certificate: losses that never end": Case(of_run(edited("certificate.json", steps={"first": 1, "last": 10**18})), verified, "."),
     "certificate: number beyond all bounds": Case(of_run(edited("certificate.json", total_steps=10**400)), verified, "1329 bits"),
+    "answer: millions of lists": Case(nothing, answer("[" + "[]," * 1_500_000 + "0]"), "more than 200000 values"),
     "certificate: name with a line": Case(
         of_run(edited("certificate.json", saved_models={"a\nPASS": {}})), verified, r"a\\nPASS"),
     "run: metrics as FIFO": Case(of_run(fifo("metrics.jsonl")), shown, "."),

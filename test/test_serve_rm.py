@@ -168,6 +168,21 @@ def test_idle_connections_do_not_fill_the_server():
         assert asyncio.run(asyncio.wait_for(run(port), 60)) == (200, {"rewards": [1.0]})
 
 
+def test_a_body_of_millions_of_values_holds_up_nobody():
+    bombs = [b"[" + inner * ((16 << 20) // len(inner)) + b"0]" for inner in (b"[],", b'"",', b"{},", b"1,")]
+
+    async def run(port: int) -> list:
+        return [await ask(port, message(bomb, None)) for bomb in bombs]
+
+    with serving(lambda p, responses, f: [1.0] * len(responses), max_body=32 << 20) as port:
+        started = time.process_time()  # of the server too, which is a thread here
+        answers = asyncio.run(asyncio.wait_for(run(port), 60))
+        assert time.process_time() - started < 4
+    assert all(
+        status == 413 and "more than 1000000 values; send fewer" in answer["error"] for status, answer in answers
+    )
+
+
 def test_a_scoring_that_fails_is_told_and_the_server_goes_on():
     def score(prompts, responses, finished):
         if "bad" in responses:

@@ -19,7 +19,8 @@ from trainer.errors import UserError
 
 MB = 1 << 20
 DEFAULTS: dict[str, tuple[int, str]] = {
-    "answer_mb": (64, "MB of one answer of a reward server, an engine, an environment or an MCP server"),
+    "answer_mb": (32, "MB of one answer of a reward server, an engine, an environment or an MCP server"),
+    "values": (200_000, "values of the JSON of one answer; each takes up to 100 bytes"),
     "metrics": (256, "metrics of one environment"),
     "pixels": (100_000_000, "pixels of an image"),
     "image_mb": (64, "MB of an image file"),

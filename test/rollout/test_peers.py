@@ -112,6 +112,24 @@ def test_odd_answers_are_one_line(body):
     assert "\n" not in str(error.value)
 
 
+def test_json_of_millions_of_values_takes_no_memory():
+    """Commas and brackets in texts are text. Escapes hide no value."""
+    for small in (
+        b'["' + b"[{," * 300_000 + b'"]',
+        b'["' + b'\\"[,' * 300_000 + b'", "\\\\"]',
+        b"[" + b"1," * 199_990 + b"1]",
+    ):
+        assert read_json(small) == json.loads(small)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for inner in (b"[],", b"{},", b'"",', b'"\\\\",', b"1,", b'"\\",[]",[],'):
+        value = inner * ((8 << 20) // len(inner))
+        started = time.process_time()
+        with pytest.raises(BadAnswer, match="more than 200000 values"):
+            read_json(b"[" + value + b"0]")
+        assert time.process_time() - started < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
 def test_a_refusal_is_told_without_control_characters():
     body = json.dumps({"error": "\x1b[2Jno\nkey" + "x" * 9999}).encode()
     with (

@@ -22,6 +22,7 @@ from typing import Any, Optional
 from trainer.limits import MB, limit
 
 HEADER = struct.Struct(">I")  # bytes of a frame
+OPENS = (b",", b"[", b"{")
 REFUSAL_BYTES = 4096  # of the body of a refusal that are read
 NAME_LENGTH = 100  # characters of a name of a metric
 
@@ -37,8 +38,27 @@ def answer_bytes() -> int:
 # --- the form
 
 
-def read_json(data: bytes) -> Any:
-    """A JSON value. Raises BadAnswer for anything else, for one that is too deep, and for text that is not UTF-8."""
+def check_values(data: bytes, most: Optional[int] = None) -> None:
+    """Raise BadAnswer for JSON of more than `most` values (default: --limits values), before objects are made of it.
+
+    Each comma and each bracket that opens, outside of texts, counts as a value. 64 MB take 0.4 s at most.
+    """
+    most = limit("values") if most is None else most
+    if sum(map(data.count, OPENS)) <= most:
+        return
+    bare = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # without escapes, a quote begins or ends a text
+    num_quotes = bare.count(b'"')
+    outside = b"".join(bare.split(b'"')[::2]) if num_quotes <= 4 * most else b""  # keys and values, with two each
+    if num_quotes > 4 * most or sum(map(outside.count, OPENS)) > most:
+        raise BadAnswer(f"JSON of more than {most} values; --limits values=N raises the limit")
+
+
+def read_json(data: bytes, max_values: Optional[int] = None) -> Any:
+    """A JSON value. Raises BadAnswer for anything else, for one that is too deep, and for text that is not UTF-8.
+
+    It has at most `max_values` (default: --limits values).
+    """
+    check_values(data, max_values)
     try:
         value = json.loads(data)
         json.dumps(value, ensure_ascii=False).encode()  # fails for a lone surrogate, which no tokenizer takes
@@ -123,12 +143,19 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         raise Redirected(f"status {code} redirects to {newurl[:200]}, which is not followed; give that address itself")
 
 
-def post_json(url: str, body: Any, timeout: float, key: Optional[str] = None, max_bytes: Optional[int] = None) -> Any:
+def post_json(
+    url: str,
+    body: Any,
+    timeout: float,
+    key: Optional[str] = None,
+    max_bytes: Optional[int] = None,
+    max_values: Optional[int] = None,
+) -> Any:
     """The JSON of the answer to a POST of `body`. `timeout` is for the whole exchange, in seconds.
 
     Raises:
         TimeoutError: the whole answer did not come in time, however slowly its parts came.
-        BadAnswer: it is larger than `max_bytes` (default: --limits answer_mb), or no JSON.
+        BadAnswer: it is larger than `max_bytes` or `max_values` (default: --limits answer_mb, values), or no JSON.
         urllib.error.HTTPError: another status than 200. Its `reason` is what the server says, at most 200 characters.
         OSError, http.client.HTTPException: as urllib. A redirect is refused.
     """
@@ -137,7 +164,7 @@ def post_json(url: str, body: Any, timeout: float, key: Optional[str] = None, ma
     most, watched = answer_bytes() if max_bytes is None else max_bytes, _Watched(timeout)
     try:
         with watched.opener.open(urllib.request.Request(url, data, headers), timeout=timeout) as answer:
-            return read_json(_body(answer, most))
+            return read_json(_body(answer, most), max_values)
     except urllib.error.HTTPError as error:
         error.msg = _reason(error)
         raise

@@ -38,6 +38,7 @@ LOOK_SECONDS = 0.05  # between two looks at whether requests shall be interrupte
 DTYPES = ("bfloat16", "float32")  # those of serve_engine
 CUT_OFF = -9999.0  # vLLM's servers send it in place of -inf
 ROUNDING = 1e-3  # a log-prob may be this much above 0
+TOKEN_BYTES, TOKEN_VALUES = 1024, 64  # of a token in an answer, at most: its text, its bytes, its log-prob
 FACTS_TIMEOUT = 60  # seconds for a server to report what it holds
 
 
@@ -255,7 +256,9 @@ class VLLMServerEngine:
     def _complete(self, url: str, sampling: Sampling, prompt: Sequence[int], seed: Optional[int], limit: int):
         params = sampling.for_vllm(seed, limit, self._vocab_size)
         body = {"token_ids": list(prompt), "sampling_params": params}
-        answer = self._request(url, "/inference/v1/generate", body)
+        tokens = limit * (params["logprobs"] + 2) + 1000  # with the likely ones of each step
+        sizes = {"max_bytes": tokens * TOKEN_BYTES, "max_values": tokens * TOKEN_VALUES}
+        answer = self._request(url, "/inference/v1/generate", body, **sizes)
         try:
             return _completion(answer, limit, self._vocab_size, params["logprobs"] if sampling.gives_sets else 0)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -275,10 +278,10 @@ class VLLMServerEngine:
         except OSError as error:
             raise LostServer(FLAG, f"{url}: {error}") from None
 
-    def _request(self, url: str, path: str, body: dict, timeout: float = TIMEOUT) -> Any:
-        """The JSON of the server's answer to a POST."""
+    def _request(self, url: str, path: str, body: dict, timeout: float = TIMEOUT, **sizes: int) -> Any:
+        """The JSON of the server's answer to a POST. `sizes` are those of `post_json`."""
         try:
-            return post_json(url + path, body, timeout, self._key)
+            return post_json(url + path, body, timeout, self._key, **sizes)
         except urllib.error.HTTPError as error:
             kind = LostServer if error.code >= 500 else UserError
             raise kind(FLAG, f"{url}{path}: status {error.code} {error.reason}", "a server of serve_engine") from None
