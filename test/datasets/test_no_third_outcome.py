@@ -59,10 +59,13 @@ ROLES = {
 ROLES["tool"] = "tool observation tool_response function"
 ROLE = {name: role for role, all_names in ROLES.items() for name in all_names.split()}
 ROLE["function_call"] = "assistant"
+FLAG_KEYS = ("weight", "loss", "loss_mask", "train", "trainable")
+MASKS = ("mask", "skip")  # they may mean that a turn has a loss, or that it has none
 
 
 def is_trained(message: dict, default: bool) -> bool:
-    flags = [message[key] for key in ("weight", "loss", "train", "trainable") if message.get(key) is not None]
+    assert all(message.get(key) is None for key in MASKS), "a key that may exclude a turn was passed over"
+    flags = [message[key] for key in FLAG_KEYS if message.get(key) is not None]
     return bool(flags[0]) if flags else default
 
 
@@ -204,7 +207,9 @@ PARTS = st.lists(TEXTS.map(lambda text: {"type": "text", "text": text}), min_siz
 CONTENTS = st.one_of(*[TEXTS] * 12, PARTS, st.sampled_from([None, 7, 1.5, True, [], {}]))
 
 
-ODD_KEYS = st.sampled_from(["weight", "loss", "train", "trainable", "name", "id", "thinking", "mask", "prefix", "seed"])
+ODD_KEYS = st.sampled_from(
+    ["weight", "loss", "train", "trainable", "name", "id", "thinking", "mask", "skip", "loss_mask", "prefix", "seed"]
+)
 FLAGS = st.sampled_from(
     [{}, {}, {"weight": 0}, {"weight": 1}, {"loss": False}, {"train": True, "weight": 1}, {"name": "Bo"}]
 )
@@ -263,7 +268,52 @@ def test_a_conversation_for_sft(messages, way, multiturn, form):
         assert turns[0]["role"] == "assistant" and sum(found[0]["loss_mask"]) >= len(plain)
         return
     last = max(number for number, turn in enumerate(turns) if turn["train"])
+    assert ("rows end with messages after the last turn with a loss" in found[1]) == (last + 1 < len(turns))
     assert (found[0]["input_ids"], found[0]["loss_mask"]) == ids_and_mask(way, turns[: last + 1])
+
+
+@settings(max_examples=count(150), **SOME)
+@given(st.integers(0, 3), ODD_KEYS, st.sampled_from([0, 1, True, False]), st.booleans())
+def test_a_key_decides_about_its_turn_or_is_refused_or_named(place, key, value, multiturn):
+    messages = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+    messages[place][key] = value
+    found = outcome("sft", {"messages": messages}, ("BPE", "ChatML"), train_on="all" if multiturn else "last")
+    if found is None:
+        return
+    turns = understood(messages, multiturn)
+    last = max(number for number, turn in enumerate(turns) if turn["train"])
+    assert (found[0]["input_ids"], found[0]["loss_mask"]) == ids_and_mask(("BPE", "ChatML"), turns[: last + 1])
+    assert key in FLAG_KEYS or f"keys of messages not used: {key}" in found[1]
+
+
+KEYS = st.sampled_from(["note", "thinking", "thought", "result", "output", "name", "tool_call_id", "from", "reasoning"])
+
+
+@settings(max_examples=count(250), **SOME)
+@given(
+    st.sampled_from(["message", "part", "call", "function", "text", "older"]), st.integers(0, 3), KEYS, st.booleans()
+)
+def test_a_word_under_any_key_is_shown_refused_or_named(where, place, key, is_list):
+    function = {"name": "tide", "arguments": {"port": "Ayr"}}
+    one = {"type": "function", "function": function}
+    talk = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "wait"}]
+    talk += [{"role": "assistant", "content": "", "tool_calls": [one]}, {"role": "tool", "content": "2"}]
+    talk += [{"role": "assistant", "content": "done"}]
+    word = {key: ["SECRET"] if is_list and where != "message" else "SECRET"}
+    if where == "part":
+        talk[min(place, 1)]["content"] = [{"type": "text", "text": "ask", **word}]
+    elif where == "text":
+        talk[2] = {"role": "function_call", "content": json.dumps(function | word)}
+    elif where == "older":
+        talk[2] |= {"function_call": {"name": "SECRET", "arguments": {}}}
+    else:
+        {"message": talk[place], "call": one, "function": function}[where].update(word)
+    found = outcome("sft", {"messages": talk}, ("BPE", "calls"))
+    if found is None:
+        return
+    named = re.search("keys of messages not used: (.*)", found[1])
+    text = TOKENIZERS["BPE", "calls"].decode(found[0]["input_ids"])
+    assert "SECRET" in text or (named and key in named[1].split(", "))
 
 
 @settings(max_examples=count(250), **SOME)

@@ -29,16 +29,15 @@ PAIR_KEYS["assistant"] = ("assistant", "gpt", "bot", "response", "answer", "outp
 TRAIN = "train"  # the key of a message that says whether its turn has a loss
 CONTENTS = ("content", "value", "text")
 TEXT_PARTS = ("text", "input_text", "output_text")
-TRAIN_FLAGS = ("weight", "loss", "loss_scale", TRAIN, "training", "trainable", "train_on_turn")
+TRAIN_FLAGS = ("weight", "loss", "loss_scale", "loss_mask", TRAIN, "training", "trainable", "train_on_turn")
+# a key with one of these words may exclude a turn from the loss, with either value
+LOSS_WORDS = re.compile(
+    r"(^|[^a-z])(un)?(mask|ignor|skip|exclud|includ|omit|drop|loss|train|weight|learn(able|ed)?\b|supervis|gradient|backprop)"
+)
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")
 MORE_THOUGHTS = ("reasoning_details", "thoughts", "chain_of_thought", "cot")  # that no template reads
 # keys that would change the text or the loss: never merely named
 REFUSED_KEYS = {
-    "train_detail",
-    "mask",
-    "masked",
-    "loss_mask",
-    "ignore",
     "prefix",
     "refusal",
     "image",
@@ -48,6 +47,7 @@ REFUSED_KEYS = {
     "audio",
 }
 REFUSED_KEYS |= {"audios", "files", "documents", "tools", "functions", *THOUGHTS, *MORE_THOUGHTS}
+EMPTY = (False, "", [])  # values of a key that say nothing
 IGNORE = "--ignore_columns"
 
 
@@ -76,9 +76,10 @@ def messages_of(value: Any, where: str, notes: Notes | None = None, template: st
         raise UserError(where, kind_of(value), "a list of messages")
     messages: list[dict] = []
     for number, message in enumerate(as_single_messages(value), 1):
-        message = _message(message, f"{where} message {number}", notes or Notes(), template)
+        place = f"{where} message {number}"
+        message = _message(message, place, notes or Notes(), template)
         if messages and _joins(messages[-1], message):
-            messages[-1] = _joined(messages[-1], message)
+            messages[-1] = _joined(messages[-1], message, place)
         else:
             messages.append(message)
     return messages
@@ -87,11 +88,16 @@ def messages_of(value: Any, where: str, notes: Notes | None = None, template: st
 def as_single_messages(value: list) -> list:
     """The items of a conversation as single messages: [{human, assistant}] and [[question, answer]] become two each.
 
-    Pairs that all begin with the name of a role are messages: [["human", question], ["gpt", answer]].
+    Pairs that all begin with the name of a role are messages: [["human", question], ["gpt", answer]]. A system text may
+    stand before other pairs.
     """
     messages = []
-    if value and all(isinstance(item, list) and len(item) == 2 and _role_named(item[0]) for item in value):
-        value = [{"role": role, "content": text} for role, text in value]
+    named = [isinstance(item, list) and len(item) == 2 and _role_named(item[0]) for item in value]
+    if any(named) and not all(named) and (named[0] != "system" or any(named[1:])):
+        item = next(item for item, role in zip(value, named, strict=True) if role)
+        found = f"{item[0]!r} may be a role or a question: the other turns do not begin with a role"
+        raise UserError("a conversation of pairs", found, "pairs of one kind, or messages with role and content")
+    value = [{"role": item[0], "content": item[1]} if role else item for item, role in zip(value, named, strict=True)]
     for item in value:
         if isinstance(item, list) and len(item) == 2 and all(isinstance(text, str) for text in item):
             messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), item)]
@@ -147,19 +153,23 @@ def _message(message: Any, where: str, notes: Notes, template: str | None) -> di
     elif role is None:
         found = f"no role was recognised: {message.get('role', message.get('from'))}"
         raise UserError(where, found, ", ".join(ROLES))
+    if "role" in message and "from" in message and _role_named(message["from"]) is None:
+        notes.keys.add("from")  # the name of a speaker
     contents = [message[key] for key in CONTENTS if key in message]
     if any(other != contents[0] for other in contents):
         raise UserError(where, "two different texts", f"one of {', '.join(CONTENTS)}")
     content = contents[0] if contents else None
+    calls = _calls_of(message, where)
+    if role == CALL and calls and content:
+        raise UserError(where, "calls in its content, and others beside it", "all calls in one place")
     if role == CALL:
-        kept = {"role": "assistant", "content": "", "tool_calls": _calls(content, where)}
+        kept = {"role": "assistant", "content": "", "tool_calls": calls or _calls(content, where)}
     else:
-        kept = {"role": role, "content": _text(content, where, notes, bool(_calls_of(message, where)))}
-        if calls := _calls_of(message, where):
-            kept["tool_calls"] = calls
+        kept = {"role": role, "content": _text(content, where, notes, bool(calls))}
+        kept |= {"tool_calls": calls} if calls else {}
     kept |= _train_flag(message, role, where)
     others = {key: value for key, value in message.items() if key not in _READ}
-    return kept | _other_keys(others, where, notes, template)
+    return kept | _other_keys(others, kept["role"], where, notes, template)
 
 
 _READ = {"role", "from", *CONTENTS, "tool_calls", CALL, *TRAIN_FLAGS}
@@ -173,12 +183,21 @@ def _text(content: Any, where: str, notes: Notes, has_calls: bool) -> str:
         if other is not None:
             raise UserError(where, f"a part of type {other!r}", "text; or image, in rows with a column images")
         if all(part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str) for part in content):
-            notes.keys |= {key for part in content for key in part if part[key] is not None} - {"type", "text"}
-            return "".join(part["text"] for part in content)
+            return "".join(text_of_part(part, where, notes) for part in content)
     if not isinstance(content, str):
         allowed = "a text; or parts of texts and images, in rows with a column images"
         raise UserError(where, "its content is not a text", allowed)
     return content
+
+
+def text_of_part(part: dict, where: str, notes: Notes) -> str:
+    """The text of a part. Its other keys are noted, or refused if they would change the text or the loss."""
+    for key, value in part.items():
+        if key not in ("type", "text") and value is not None:
+            if _changes(key, value):
+                raise UserError(where, f"a part with the key {key!r}, which is not used", "parts without it")
+            notes.keys.add(key)
+    return part["text"]
 
 
 def _calls_of(message: dict, where: str) -> list | None:
@@ -190,6 +209,8 @@ def _calls_of(message: dict, where: str) -> list | None:
     if calls is not None and not isinstance(calls, list):
         raise UserError(where, f"tool_calls is {kind_of(calls)}", "a list of calls")
     calls = calls and [_with_arguments(call) for call in calls]
+    if calls and old:
+        raise UserError(where, f"both tool_calls and {CALL}", f"one of them, or {IGNORE} {CALL}")
     return calls or (_calls(old, where) if old else None)
 
 
@@ -212,14 +233,18 @@ def _calls(content: Any, where: str) -> list[dict]:
             content = None
     calls = content if isinstance(content, list) else [content]
     found = []
-    for call in calls:
-        call = call.get("function", call) if isinstance(call, dict) else {}
+    for whole in calls:
+        call = whole.get("function", whole) if isinstance(whole, dict) else {}
         arguments = call.get("arguments", call.get("parameters", AsWritten()))
         if isinstance(arguments, str):
             arguments = _parsed_object(arguments)
         if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
             raise UserError(where, "a call of a tool that cannot be read", '{"name": ..., "arguments": {...}}')
-        found.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}})
+        outer = whole if "function" in whole else {}
+        inner = {
+            key: value for key, value in call.items() if key not in ("type", "parameters")
+        }  # others: `check_shown`
+        found.append({**outer, "type": "function", "function": inner | {"arguments": arguments}})
     return found
 
 
@@ -236,7 +261,7 @@ def _train_flag(message: dict, role: str, where: str) -> dict[str, bool]:
     return {TRAIN: bool(*set(found.values()))} if found and role in ("assistant", CALL) else {}
 
 
-def _other_keys(others: dict, where: str, notes: Notes, template: str | None) -> dict:
+def _other_keys(others: dict, role: str, where: str, notes: Notes, template: str | None) -> dict:
     """The keys that the template reads. Thoughts get the name under which it reads them."""
     if template is None:
         return others
@@ -244,14 +269,22 @@ def _other_keys(others: dict, where: str, notes: Notes, template: str | None) ->
     for key, value in others.items():
         names = (key, *THOUGHTS) if key in THOUGHTS else (key,)
         name = next((name for name in names if reads(template, name)), None)
+        if key in THOUGHTS and role != "assistant" and value not in EMPTY:
+            raise UserError(where, f"its key {key!r} has thoughts of the role {role}", f"{IGNORE} {key}")
         if name and (name == key or name not in others):
             kept[name] = value
-        elif key in REFUSED_KEYS and value is not False and value not in ("", []):
+        elif _changes(key, value):
             found = f"the chat template does not read its key {key!r}, which would change the text or the loss"
             raise UserError(where, found, f"a template that does, or {IGNORE} {key}")
-        elif key != "tool_call_id":
+        else:
             notes.keys.add(key)
     return kept
+
+
+def _changes(key: str, value: Any) -> bool:
+    """Whether a key that nothing reads would change the text, or may exclude a turn: a mask does with either value."""
+    words = re.sub(r"([a-z])([A-Z])", r"\1 \2", key).lower()
+    return bool(LOSS_WORDS.search(words)) or (key in REFUSED_KEYS and value not in EMPTY)
 
 
 def reads(template: str, key: str) -> bool:
@@ -270,8 +303,13 @@ def _joins(before: dict, message: dict) -> bool:
     )
 
 
-def _joined(before: dict, call: dict) -> dict:
-    return before | {"tool_calls": [*before.get("tool_calls", []), *call["tool_calls"]]}
+def _joined(before: dict, call: dict, where: str) -> dict:
+    """One message with the keys of both. Raises UserError if they have different values of one key, such as thoughts."""
+    own = {key: value for key, value in call.items() if key not in ("role", "content", "tool_calls")}
+    if twice := [key for key, value in own.items() if before.get(key, value) != value]:
+        found = f"a call whose key {twice[0]!r} has another value than that of the message before it"
+        raise UserError(where, found, f"one message with both, or {IGNORE} {twice[0]}")
+    return before | own | {"tool_calls": [*before.get("tool_calls", []), *call["tool_calls"]]}
 
 
 def _parsed_list(value: Any) -> Any:

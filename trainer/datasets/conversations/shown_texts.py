@@ -9,6 +9,7 @@ from trainer.datasets.images.image_marks import MARK
 from trainer.errors import UserError
 
 REMEDY = "a template that shows it via --tokenizer_chat_template, or rows without it"
+FORMAT = ("id", "type", "index", "function")  # keys of a call that are no texts of the model
 _unseen: dict[tuple, list[int]] = {}  # by template and roles
 
 
@@ -72,7 +73,8 @@ def _parts(message: dict) -> Iterator[str]:
         content = content.rpartition("</think>")[2]
     yield from content.split(MARK)
     for call in message.get("tool_calls") or []:
-        yield from _strings(call.get("function", call))
+        for part in (call, call.get("function") or {}):
+            yield from _strings([child for key, child in part.items() if key not in FORMAT])
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -87,8 +89,7 @@ def _strings(value: Any) -> Iterator[str]:
         for key, child in value.items():
             if not is_call:
                 yield key
-            if not is_call or key in ("name", "arguments"):
-                yield from _strings(child)
+            yield from _strings(child)
 
 
 def _squash(text: str) -> str:

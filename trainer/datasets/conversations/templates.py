@@ -23,16 +23,22 @@ from trainer.datasets.conversations.control_tokens import (
 )
 from trainer.datasets.conversations.difference_masks import REMEDY, difference_spans
 from trainer.datasets.conversations.lost_characters import lost_letters
-from trainer.datasets.conversations.messages import TRAIN
+from trainer.datasets.conversations.messages import THOUGHTS, TRAIN
 from trainer.datasets.conversations.rendering import FLAG, chat_template, note_of_choice, render, templates_by_name
 from trainer.datasets.conversations.shown_texts import check_shown
 from trainer.datasets.conversations.tool_arguments import fit_arguments
 from trainer.datasets.rows import json_text
+from trainer.datasets.samples.counted_facts import counted
 from trainer.datasets.shapes.columns import TEMPLATE_ARGS
+from trainer.datasets.shapes.notes import Notes
 from trainer.errors import UserError
 
 REASON = "it drops the thoughts, or calls of tools do not fit its format"
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
+LOST = (
+    "WARNING: {} of {} turns of the assistant have no loss: the chat template shows them otherwise than the model writes "
+    "them, such as without their thoughts (--train_on last, or a template that keeps them, cures that)"
+)
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TAKES_CALLS_WITHOUT_CONTENT = re.compile(r"content'?\]? is none")
 _frames: dict[tuple[str, ...], str] = {}  # by template and special tokens
@@ -153,11 +159,12 @@ def _is_jinja(text: str) -> bool:
 
 
 def render_chat(
-    tokenizer: Any, messages: list[dict], *, multiturn: bool, tools: list | None = None
+    tokenizer: Any, messages: list[dict], *, multiturn: bool, tools: list | None = None, notes: Notes | None = None
 ) -> tuple[list[int], list[int]]:
     """Render a conversation to (input_ids, loss_mask): the template's own tokens, and 1 on the assistant's tokens.
 
     tools: JSON schemas of functions that the assistant may call. The template shows them in the prompt.
+    notes: those of the row. They get the turns with a loss, and that messages are left out.
 
     The last assistant turn is trained, or each one with multiturn, unless a message says it by its key `train`. A turn begins after the generation prompt and ends
     with its stop token. The stop token is trained, but white space after it is not. An empty answer is not trained.
@@ -170,12 +177,19 @@ def render_chat(
 
     Raises: UserError if the template or the tokenizer leaves doubt about the mask.
     """
-    template = chat_template(tokenizer, tools)
+    template, notes = chat_template(tokenizer, tools), notes or Notes()
+    flags = {turn: message[TRAIN] for turn, message in enumerate(messages) if TRAIN in message}
     trained, messages = trained_turns(messages, multiturn)
     messages, tools = as_data(tokenizer, messages, tools)
+    if flags:
+        notes.facts.add("keys weight, loss, loss_mask or train of messages say whether their turns have a loss")
+    if not multiturn:
+        notes.facts.add("loss on the last turn of the assistant (--train_on all: every turn)")
     if not trained:
         input_ids = render(tokenizer, messages, tools=tools) if messages else []
         return input_ids, [0] * len(input_ids)
+    if messages[trained[-1] + 1 :]:
+        notes.facts.add(counted("{} rows end with messages after the last turn with a loss, which are left out"))
     messages = messages[: trained[-1] + 1]
     marked = GENERATION_TAG.search(template)
     found, text = None, render(tokenizer, messages, tokenize=False, tools=tools)
@@ -194,6 +208,12 @@ def render_chat(
     if not spans:
         where = f"message {trained[-1] + 1}" if len(trained) == 1 else "every answer"
         raise UserError("the chat template", f"does not show {where} as the model writes it: {REASON}", REMEDY)
+    lost = [turn for turn in trained if turn not in spans]
+    if asked := [turn for turn in lost if flags.get(turn)]:
+        found = f"does not show message {asked[0] + 1} as the model writes it, and its key asks for a loss: {REASON}"
+        raise UserError("the chat template", found, f"{REMEDY}, or no such key")
+    if multiturn:
+        notes.facts.add(counted(LOST, len(lost), len(trained), without="loss on every turn of the assistant"))
     loss_mask = [0] * len(input_ids)
     for turn, (start, end) in spans.items():
         shown = text[offsets[start][0] : offsets[end - 1][1]] if offsets else input_ids[start:end]
@@ -266,15 +286,6 @@ def trained_turns(messages: list[dict], multiturn: bool) -> tuple[list[int], lis
     return trained, [{key: value for key, value in message.items() if key != TRAIN} for message in messages]
 
 
-def loss_of(messages: list[dict], multiturn: bool) -> str:
-    """The line that says which turns of such a conversation have a loss."""
-    default = (
-        "every turn of the assistant" if multiturn else "the last turn of the assistant (--train_on all: every turn)"
-    )
-    has_flags = any(TRAIN in message for message in messages)
-    return f"loss on {default}" + (", unless its key weight, loss or train says otherwise" if has_flags else "")
-
-
 def _without_empty_content(template: str, messages: list[dict]) -> list[dict]:
     """The messages, with content None in those that only call tools if the template (DeepSeek) asks for that."""
     if not TAKES_CALLS_WITHOUT_CONTENT.search(template):
@@ -340,8 +351,11 @@ def _check_span(tokenizer: Any, template: str, message: dict, turn: int, shown: 
         )
 
     masked, answer = _squash(tokenizer, shown), as_shown(message.get("content") or "")
+    thoughts = [as_shown(message[key]) for key in THOUGHTS if isinstance(message.get(key), str)]
     names = [as_shown((call.get("function") or call).get("name") or "") for call in message.get("tool_calls") or []]
-    if answer not in masked or any(masked.count(name) < names.count(name) for name in names):
+    if any(text not in masked for text in (answer, *thoughts)) or any(
+        masked.count(name) < names.count(name) for name in names
+    ):
         if lost := lost_letters(tokenizer, message.values()):
             raise UserError(
                 "the tokenizer", f"drops {' '.join(sorted(lost))} of message {turn + 1}", "another tokenizer"

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from trainer.datasets.conversations.messages import role_of
+from trainer.datasets.conversations.messages import TEXT_PARTS, role_of, text_of_part
 from trainer.datasets.files.image_files import COLUMN, SOURCES_OF_PARTS
+from trainer.datasets.shapes.notes import Notes
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.errors import UserError
 
@@ -21,7 +22,7 @@ def with_marks(row: ReadRow, answers: tuple[str, ...], num_images: int) -> ReadR
     if row.get("text") is not None and num_images:
         raise UserError(f"column {COLUMN}", "an image beside a text without turns", "conversations")
     names = [name for name in ("prompt", *answers) if row.get(name) is not None]
-    marked = {name: _marked(row[name], _column(row, name)) for name in names}
+    marked = {name: _marked(row[name], _column(row, name), row.notes) for name in names}
     for name in answers:
         if isinstance(marked.get(name), str) and MARK in marked[name]:
             raise _in_answer(_column(row, name))
@@ -75,21 +76,21 @@ def _key(message: dict) -> str:
     return "value" if message.get("from") is not None and message.get("role") is None else "content"
 
 
-def _marked(value: Any, name: str) -> Any:
+def _marked(value: Any, name: str, notes: Notes) -> Any:
     if isinstance(value, str):
         return value.replace(MARK_IN_ROWS, MARK)
     if not isinstance(value, list):
         return value
-    return [_marked_message(message, name) for message in value]
+    return [_marked_message(message, name, notes) for message in value]
 
 
-def _marked_message(message: Any, name: str) -> Any:
+def _marked_message(message: Any, name: str, notes: Notes) -> Any:
     if not isinstance(message, dict):
         return message  # `messages_of` refuses it later
     key = _key(message)
     content = message.get(key)
     if isinstance(content, list):
-        content = "".join(_part(part, name) for part in content)
+        content = "".join(_part(part, name, notes) for part in content)
     elif isinstance(content, str):
         content = content.replace(MARK_IN_ROWS, MARK)
     if role_of(message) == "assistant" and MARK in (content or ""):
@@ -97,12 +98,15 @@ def _marked_message(message: Any, name: str) -> Any:
     return {**message, key: content}
 
 
-def _part(part: Any, name: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return part["text"]
+def _part(part: Any, name: str, notes: Notes) -> str:
+    kind, where = part.get("type", "text") if isinstance(part, dict) else None, f"column {name}"
+    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
+        return text_of_part(part, where, notes)
     if kind not in ("image", "image_url"):
-        raise UserError(f"column {name}", f"a part of type {kind!r} in a message", "text, image")
+        raise UserError(where, f"a part of type {kind!r} in a message", "text, image")
     if any(part.get(source) for source in SOURCES_OF_PARTS):
-        raise UserError(f"column {name}", "an image inside a message", f"its path in the column {COLUMN}")
+        raise UserError(where, "an image inside a message", f"its path in the column {COLUMN}")
+    if part.get("text"):
+        raise UserError(where, "a text in a part of an image", "a part of its own for the text")
+    text_of_part({**part, "text": ""}, where, notes)  # what else the part has
     return MARK

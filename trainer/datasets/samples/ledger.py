@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from datasets import Dataset
 
-from trainer.datasets.shapes.notes import summary_of
+from trainer.datasets.samples.counted_facts import summary_with_counts
+from trainer.datasets.shapes.notes import NOTE
 
 
 @dataclass
@@ -34,7 +35,8 @@ class Ledger:
 
 def ledger_of(samples: Dataset, flag: str, counts: dict[str, int], sentence: str) -> Ledger:
     """The ledger with what the notes of tokenized rows say. `flag` names the rows."""
-    lines, left_out = summary_of(samples)
+    notes = (note for batch in samples.select_columns([NOTE]).iter(10_000) for note in batch[NOTE])
+    lines, left_out = summary_with_counts(notes)
     return Ledger(counts, sentence, lines + control_note(samples, flag), left_out)
 
 

@@ -15,7 +15,7 @@ from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.lost_characters import note_lost
 from trainer.datasets.conversations.messages import tools_of
 from trainer.datasets.conversations.rendering import chat_template
-from trainer.datasets.conversations.templates import arguments_of_row, loss_of, notes_of_template, render_chat
+from trainer.datasets.conversations.templates import arguments_of_row, notes_of_template, render_chat
 from trainer.datasets.conversations.tokens import (
     TOKENIZER_VERSION,
     check_input_template,
@@ -293,10 +293,9 @@ def _from_chat(row: ReadRow, tokenizer: Any, options: _Options) -> tuple[list[in
     refuse_for_rows(input_template=options.input_template, has_conversations=True)
     messages = row.messages("prompt", "user", template) + row.messages("answer", "assistant", template)
     multiturn = options.train_on == "all"
-    row.notes.facts.add(loss_of(messages, multiturn))
     with arguments_of_row(tokenizer, row.get(TEMPLATE_ARGS)):
         row.notes.facts |= notes_of_template(tokenizer, tools)
-        return render_chat(tokenizer, messages, multiturn=multiturn, tools=tools)
+        return render_chat(tokenizer, messages, multiturn=multiturn, tools=tools, notes=row.notes)
 
 
 def render_sample(sample: dict[str, Any], tokenizer: Any) -> str:
