@@ -14,10 +14,11 @@ from launch import ROOT
 
 from trainer import limits
 from trainer.errors import UserError
-from trainer.rollout.envs import nursery
+from trainer.rollout.envs import nursery, sandbox
+from trainer.rollout.envs.call_filter import calls
 from trainer.rollout.envs.env_process import ProcessEnvironment, _read_step, check_sandbox
 from trainer.rollout.envs.environments import Failure, Response, Source, Step
-from trainer.rollout.envs.sandbox import Box, _calls
+from trainer.rollout.envs.sandbox import Box
 from trainer.rollout.peers import BadAnswer
 
 PLAIN_USER = 65534
@@ -93,6 +94,23 @@ class Attacks:
         return tried(lambda: read("/etc/shadow"), lambda: read(facts["private"]), lambda: write(facts["folder"] + "/new"),
                      lambda: write("/usr/new"), lambda: os.chroot("/") or True,
                      lambda: libc.mount(b"none", b"/tmp", b"tmpfs", 0, None) == 0 or None)
+    def system(self):
+        "Opened for writing only: a program in core_pattern would run as root of the machine."
+        found = [f"{folder}/{name}" for folder, _, names in os.walk("/proc/sys") for name in names]
+        found += [f"/proc/{name}" for name in os.listdir("/proc") if not name.isdecimal() and os.path.isfile(f"/proc/{name}")]
+        assert "/proc/sys/kernel/core_pattern" in found
+        written = []
+        for path in found:
+            try:
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+                written.append(path)
+            except OSError:
+                pass
+        return written
+    def root(self):
+        "Whether it is root outside, or in a group of root."
+        found = [kind for kind in "ug" if open(f"/proc/self/{kind}id_map").read().split()[1] == "0"]
+        return found + [group for group in os.getgroups() if group == 0]
     def rights(self):
         status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
         whole = [status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")]
@@ -137,12 +155,18 @@ class Attacks:
     def address_space(self):
         return tried(lambda: bytearray(3 << 30))
     def open_files(self):
-        return tried(lambda: [os.open("/dev/null", os.O_RDONLY) for _ in range(2000)])
+        return tried(lambda: [os.open("/dev/null", os.O_RDONLY) for _ in range(256)])
     def hidden_memory(self):
         "Memory that is in no address space and in no file of the sandbox."
         def held(number):
             return libc.syscall(number, *((b"x", 0) if number == facts["memfd"] else (0, 4096, 0o1600))) >= 0 or None
-        return tried(lambda: held(facts["memfd"]), *(lambda n=n: held(n) for n in facts["queues"]))
+        def gift():
+            return libc.syscall(facts["vmsplice"], os.pipe()[1], None, 0, 0) == 0 or None
+        def buffer():
+            with socket.socketpair()[0] as end:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+                return True
+        return tried(lambda: held(facts["memfd"]), *(lambda n=n: held(n) for n in facts["queues"]), gift, buffer)
     def cpu(self):
         end = time.monotonic() + 20
         while time.monotonic() < end:
@@ -208,7 +232,7 @@ RAW = {
     "metric name": json.dumps({**GOOD, "metrics": {"\x1b[2J": 1}}),
     "metrics without end": json.dumps({**GOOD, "metrics": {str(n): 1 for n in range(10_000)}}),
 }
-REACH = ("network", "path_socket", "join_namespace", "memory", "signals", "keys", "files", "rights")
+REACH = ("network", "path_socket", "join_namespace", "memory", "signals", "keys", "files", "rights", "system", "root")
 LIMITS = ("processes", "threads", "disk", "shared_memory", "file_size", "address_space", "open_files", "hidden_memory")
 
 
@@ -239,7 +263,8 @@ def _attacked(folder: Path):
     facts = {
         "pid": os.getpid(), "port": listening.getsockname()[1], "path": str(folder / "env/socket"), "raw": RAW,
         "abstract": str(folder), "folder": str(folder / "env"), "private": str(folder / "private"),
-        "address": id(buffer), "memfd": _calls()["memfd_create"], "queues": [_calls()["shmget"], _calls()["msgget"]],
+        "address": id(buffer), "memfd": calls()["memfd_create"], "vmsplice": calls()["vmsplice"],
+        "queues": [calls()[name] for name in ("shmget", "msgget", "semget")],
     }  # fmt: skip
     (folder / "env/facts.json").write_text(json.dumps(facts))
     yield folder
@@ -346,6 +371,93 @@ class Environment:
     hidden.close()
 
 
+STARTED_IN = """
+import os
+class Environment:
+    def reset(self, task):
+        found = [path for path in task["paths"] if os.path.isfile(path) and open(path).read()]
+        return [{"role": "user", "content": " ".join(found)}]
+    def step(self, response):
+        return 1.0, True
+"""
+
+
+def test_the_folder_where_the_trainer_was_started_is_hidden(tmp_path, monkeypatch):
+    """The folder of the environment's file is shown, without names that begin with a dot."""
+    files = ("env.py", "rows.jsonl", ".env", ".git/config", "envs/env.py", "envs/words.txt", "envs/.env", "envs/.d/key")
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(STARTED_IN if name.endswith(".py") else "secret-key")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(nursery.Nursery, "_here", None)
+    shown = {
+        "envs/env.py": "envs/env.py envs/words.txt",
+        "env.py": "env.py rows.jsonl envs/env.py envs/words.txt envs/.env envs/.d/key",
+        str(tmp_path / "envs/env.py"): "envs/env.py envs/words.txt",
+    }
+    for source, expected in shown.items():
+        env = ProcessEnvironment(Source(source), 1024, 60.0)
+        assert env.reset({"paths": files}) == [{"role": "user", "content": expected}]
+        env.close()
+    box = Box(paths=("rows.jsonl", "envs/.d"))
+    env = ProcessEnvironment(Source("envs/env.py"), 1024, 60.0, box)
+    assert env.reset({"paths": files})[0]["content"] == "rows.jsonl envs/env.py envs/words.txt envs/.d/key"
+    env.close()
+
+
+def test_a_module_of_the_start_folder_is_shown_without_the_rest(tmp_path, monkeypatch):
+    (tmp_path / "games").mkdir()
+    for name in ("games/__init__.py", "games/guess.py", "other.py", "rows.jsonl"):
+        (tmp_path / name).write_text("raise SystemError('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shown = sandbox.visible_paths("games.guess", [])
+    assert shown[str(tmp_path / "games")] and str(tmp_path) not in shown and str(ROOT) not in shown
+    assert str(tmp_path) in sandbox.visible_paths("other", [])
+
+
+def test_root_becomes_a_user_that_the_machine_has():
+    assert sandbox.another_user(7, "0 0 4294967295\n") == 2_000_000_007
+    assert sandbox.another_user(7, "0 1000 1\n1 100000 65536\n") == 65536 - 7
+    with pytest.raises(OSError, match="root has no second user here"):
+        sandbox.another_user(7, "0 0 1\n")
+
+
+HIDDEN_PROC = """
+assert sandbox._libc.unshare(0x20000) == 0
+sandbox._mount("none", "/", None, sandbox.MS_REC | sandbox.MS_PRIVATE)
+sandbox._mount("tmpfs", "/proc/irq", "tmpfs", 0)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="rights that only root can give away")
+@pytest.mark.parametrize(
+    ("dropped", "before", "expected"),
+    [
+        ("sys_admin", "", "sound"),
+        ("setuid", "", "this machine allows no sandbox: no other user or group (uid_map): Operation not permitted"),
+        ("sys_time", HIDDEN_PROC, "this machine allows no sandbox: no new /proc, as in a container that hides parts"),
+    ],
+    ids=("container", "no other user", "no proc"),
+)
+def test_root_of_a_container_has_a_whole_sandbox_or_one_line(dropped, before, expected, folder):
+    code = f"""
+from trainer.rollout.envs import sandbox
+from trainer.rollout.envs.env_process import check_sandbox
+from trainer.rollout.envs.environments import Source
+{before}
+try:
+    check_sandbox(Source({str(folder / "env/env.py")!r}), sandbox.Box())
+    print("sound")
+except Exception as error:
+    print(error)
+"""
+    command = ["setpriv", "--bounding-set", f"-{dropped}", "--inh-caps", f"-{dropped}", sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert expected in ended.stdout and ended.stdout.count("\n") == 1, ended
+
+
 def test_a_machine_without_namespaces_is_refused_in_one_line(folder, monkeypatch):
     """The nursery is another process, so its refusal is made by a module that it imports first."""
     patched = folder / "sitecustomize.py"
@@ -408,11 +520,14 @@ def test_the_same_as_another_user(folder):
 def test_the_attacks_work_without_a_sandbox(folder):
     """Else the tests above could not fail. Only what does no harm."""
     code = f"""
-import json, os, runpy, socket
+import ctypes, json, os, runpy, socket
+ctypes.CDLL(None).unshare(0x8000000)  # its queues end with it
 attacks = runpy.run_path({str(folder / "env/env.py")!r})["Attacks"]()
 print(json.dumps([attacks.network(), attacks.path_socket(), attacks.keys()[:1], attacks.rights() != [],
-                  attacks.file_size(), attacks.hidden_memory()]))
+                  attacks.file_size(), attacks.hidden_memory(), attacks.system() != [], attacks.root() != []]))
 os.remove("/tmp/sparse")
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"HF_TOKEN": "secret-key"})
-    assert json.loads(ended.stdout) == [[0], [0, 1], ["HF_TOKEN"], True, [0], [0, 1, 2]], ended.stderr
+    assert json.loads(ended.stdout) == [
+        [0], [0, 1], ["HF_TOKEN"], True, [0], [0, 1, 2, 3, 4, 5], *[os.getuid() == 0] * 2
+    ], ended.stderr  # fmt: skip

@@ -17,7 +17,7 @@ import threading
 
 from trainer.entry import end_with_parent
 from trainer.rollout.envs.environments import Source
-from trainer.rollout.envs.sandbox import Box, confine, unshare_all, variables, visible_paths
+from trainer.rollout.envs.sandbox import Box, Trees, confine, unshare_all, variables, visible_paths
 from trainer.rollout.envs.serving import refuse, serve
 
 MODULE = "trainer.rollout.envs.nursery"
@@ -111,14 +111,17 @@ def supervise(descriptor: int, source: Source, box: Box, here: str) -> None:
     visible = visible_paths(source.name.partition(":")[0], box.paths)
     printed, prints = os.pipe()
     try:
-        unshare_all()
+        trees = unshare_all(visible, os.getpid())
     except OSError as error:
         refuse(socket.socket(fileno=descriptor), no_sandbox(error))
         return
-    number, child = os.getpid(), os.fork()
+    end_with_parent()  # again: a change of the user forgets it
+    child = os.fork()
     if not child:
-        _be_inside(descriptor, prints, source, box, visible, number)
+        _be_inside(descriptor, prints, source, box, trees)
     os.close(prints)
+    for tree, _ in trees.values():
+        os.close(tree)
     _watch(child, descriptor, printed)
     os._exit(0)
 
@@ -129,14 +132,14 @@ def no_sandbox(error: OSError) -> dict:
     return {"error": f": {found}", "parts": ["--env_sandbox", found, allowed]}
 
 
-def _be_inside(descriptor: int, prints: int, source: Source, box: Box, visible: list[str], number: int) -> None:
+def _be_inside(descriptor: int, prints: int, source: Source, box: Box, trees: Trees) -> None:
     """Process 1 of the namespace. Does not return."""
     try:
         os.dup2(prints, 1)
         os.dup2(prints, 2)
         connection = socket.socket(fileno=descriptor)
         try:
-            confine(box, visible, descriptor, number)
+            confine(box, trees, descriptor)
         except OSError as error:
             refuse(connection, no_sandbox(error))
             os._exit(1)
