@@ -118,6 +118,16 @@ def of_demo(*changes: Callable[[Path], object]) -> Callable[[Path], object]:
     return make
 
 
+def more_templates(change: Callable[[Path], object]) -> Callable[[Path], object]:
+    """A change in the folder of further chat templates."""
+
+    def make(folder: Path) -> None:
+        (folder / "additional_chat_templates").mkdir()
+        change(folder / "additional_chat_templates")
+
+    return make
+
+
 def of_run(*changes: Callable[[Path], object]) -> Callable[[Path], object]:
     """A finished run with a certificate and a checkpoint, with changes."""
 
@@ -501,12 +511,18 @@ CASES = {
     "image: half a WebP": Case(put("a.webp", b"RIFF\xff\xff\xff\x7fWEBPVP8L" + bytes(40)), pixels("a.webp"), "no image"),
     "image: FIFO": Case(fifo("a.png"), pixels("a.png"), "no regular file"),
     "image: device": Case(device("a.png"), pixels("a.png"), "no regular file"),
+    "image: folder as a column": Case(put("rows.jsonl", '{"text": "a", "images": ["a.png"], "images_folder": "/"}\n'), rows("rows.jsonl"), "images_folder"),
     "image: sparse": Case(sparse("a.png", 1 << 40), pixels("a.png"), "image_mb"),
     # model folders
     "model: good": Case(of_demo(), trained(), GOOD),
     "model: weights as FIFO": Case(of_demo(fifo(SINGLE)), trained(), "no regular file"),
     "model: config as device": Case(of_demo(device("config.json")), trained(), "no regular file"),
     "model: sparse config": Case(of_demo(sparse("config.json", 1 << 40)), trained(), "json_mb"),
+    "model: sparse vocabulary": Case(of_demo(sparse("vocab.txt", 1 << 40)), trained(), "json_mb"),
+    "model: sparse merges": Case(of_demo(sparse("merges.txt", 1 << 40)), trained(), "json_mb"),
+    "model: sparse sentences": Case(of_demo(sparse("tokenizer.model", 1 << 40)), trained(), "json_mb"),
+    "model: sparse template": Case(of_demo(more_templates(sparse("x.jinja", 1 << 40))), trained(), "json_mb"),
+    "model: FIFO as template": Case(of_demo(more_templates(fifo("x.jinja"))), trained(), "no regular file"),
     "model: zeros as config": Case(of_demo(sparse("config.json", 20 << 20)), trained(), "."),
     "model: deep config": Case(of_demo(put("config.json", DEEP)), trained(), "nested too deep"),
     "model: huge number in the config": Case(of_demo(put("config.json", f'{{"model_type": "llama", "a": {HUGE}}}')), trained(), "."),

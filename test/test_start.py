@@ -171,6 +171,8 @@ def test_micro_batches_follow_a_small_batch_and_are_named(samples, ranks, given,
     args = from_flat(COMMANDS["train_sft"], {**flags, "train_batch_size": 2 * ranks + 1, "micro_train_batch_size": 2})
     with pytest.raises(UserError, match="not a multiple of --micro_train_batch_size 2"):
         check_flags("train_sft", args, ("eval_loss",))
+    with pytest.raises(UserError, match="--limits: nonsense=3"):
+        check_flags("train_sft", from_flat(COMMANDS["train_sft"], {**flags, "limits": ["nonsense=3"]}), ("eval_loss",))
 
 
 def test_a_closed_folder_and_a_file_without_a_flag_are_refused_before_torch(tmp_path, monkeypatch):
@@ -195,6 +197,7 @@ def test_a_closed_folder_and_a_file_without_a_flag_are_refused_before_torch(tmp_
         ("export", "{0} {0}", "OUT: .* exists already"),
         ("export", "{0} /proc/none", "OUT: /proc/none: /proc takes no new file"),
         ("prepare_data", "", "--pretrain: missing .allowed: a folder or hub name with the tokenizer"),
+        ("prepare_data", "--pretrain {0} --dataset {0} --output_dir {0}/new --limits columns=x", "--limits: columns=x"),
         ("prepare_data", "--pretrain {0} --dataset none.jsonl --output_dir {0}/new", "--dataset none.jsonl: file not"),
     ],
 )

@@ -10,7 +10,7 @@ LEFT_OUT = "***"  # in place of a secret
 # user and password of an address; values of its query whose name says that they are secret
 USER = re.compile(r"(?<=://)[^/\s?#]*(?=@)")
 QUERY = re.compile(r"(?i)([?&][^=&\s]*(?:key|token|secret|passw(?:or)?d|signature|credential|auth|sig)=)[^&\s,#]+")
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def without_secrets(value: Any) -> Any:

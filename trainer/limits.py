@@ -30,7 +30,7 @@ DEFAULTS: dict[str, tuple[int, str]] = {
     "columns": (4096, "columns of a data file"),
     "row_mb": (256, "MB of one row of text"),
     "text_mb": (16, "million characters of a text that is tokenized; each takes up to 300 bytes"),
-    "json_mb": (256, "MB of a JSON file of a model or a run"),
+    "json_mb": (256, "MB of a file of text of a model or a run, such as JSON or a vocabulary"),
     "template_s": (10, "seconds for a chat template to render a conversation"),
     "template_mb": (2048, "MB for a chat template to render a conversation"),
     "engine_wait_s": (600, "seconds to wait for a rollout server while none is left"),

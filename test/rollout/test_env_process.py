@@ -18,6 +18,7 @@ from trainer.rollout.envs import episodes
 from trainer.rollout.envs.env_process import ProcessEnvironment
 from trainer.rollout.envs.environments import Response, Source, load_environment
 from trainer.rollout.envs.episodes import generate_episodes
+from trainer.rollout.envs.nursery import PRINTED_BYTES, Printed
 
 ENVIRONMENT = """
 import os, socket, subprocess, sys, time
@@ -182,3 +183,28 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+def test_no_line_of_an_environment_looks_like_one_of_the_trainer(capfd):
+    """Also not if it comes in parts, between which another environment prints, and with characters of a terminal."""
+    one, other = Printed(), Printed()
+    for printed, data in (
+        (one, b"x"),
+        (other, b"whole\n"),
+        (one, b"error: done\n\xc3"),
+        (one, b"\xa9\xc2\x9b2J\xe2\x80\xaeab\r\n"),
+    ):
+        printed.take(data)
+    one.take("\x1b[31m\u2028error: end".encode())
+    one.take(b"", is_last=True)
+    other.take(b"y" * (PRINTED_BYTES + 9))
+    other.take(b"\nmore\n")
+    output = capfd.readouterr().err
+    assert output.splitlines()[:4] == [
+        "environment: whole",
+        "environment: xerror: done",
+        "environment: é\\x9b2J\\u202eab",
+        "environment: \\x1b[31m\\u2028error: end",
+    ]
+    assert all(line.startswith("environment: ") for line in output.splitlines())
+    assert PRINTED_BYTES - 100 < output.count("y") < PRINTED_BYTES and "more" not in output

@@ -12,6 +12,7 @@ from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
 from trainer.flags.common_flags import DataArguments, LengthArguments, SFTDataArguments
 from trainer.flags.parse_flags import arg, flat, group, parse_arguments
+from trainer.limits import raise_limits
 from trainer.runs.output_folders import check_rights, make_writable
 
 
@@ -56,6 +57,7 @@ def check(args: PrepareArguments) -> str:
     if os.path.exists(target):
         raise UserError("--output_dir", f"{target} exists already", "a new folder")
     check_rights(target)
+    raise_limits(flags["limits"] or ())
     check_files(flags["dataset"], "--dataset")
     return target
 

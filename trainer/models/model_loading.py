@@ -26,6 +26,8 @@ from trainer.model_folders.adapter_folder import (
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.models.folder_faults import tokenizer_fault, unreadable
 
+TEMPLATES = "additional_chat_templates"  # a folder in that of a model, as transformers names it
+OF_TEXT = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".vocab", ".py")  # what is read whole
 MOST_GROWTH = 1000  # of a text in a tokenizer's normalizer
 WEIGHT_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]  # .py: for --trust_remote_code
 
@@ -107,12 +109,13 @@ def check_code(folder: str, flag: str, trust_remote_code: bool) -> None:
 
 
 def _refuse_special_files(folder: str, flag: str) -> None:
-    """A FIFO would wait for a writer, and a device may never end. No JSON file is large."""
-    for entry in os.scandir(folder):
+    """A FIFO would wait for a writer, and a device may never end. No file of text is large, also of chat templates."""
+    templates = os.path.join(folder, TEMPLATES)
+    for entry in [*os.scandir(folder), *(os.scandir(templates) if os.path.isdir(templates) else ())]:
         kind = os.stat(entry.path).st_mode if os.path.exists(entry.path) else 0
         if kind and not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
             raise UserError(flag, f"{entry.path} is no regular file", "a folder of files")
-        if entry.name.endswith((".json", ".jinja")) and kind and entry.stat().st_size > limit("json_mb") * MB:
+        if entry.name.endswith(OF_TEXT) and kind and entry.stat().st_size > limit("json_mb") * MB:
             raise too_large(flag, f"{entry.path} has {entry.stat().st_size // MB} MB", "json_mb")
 
 

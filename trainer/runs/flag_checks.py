@@ -13,7 +13,7 @@ from trainer.flags.common_flags import SCHEDULES, LoraArguments, ModelArguments,
 from trainer.flags.parse_flags import check_numbers, check_secrets, flat
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS, refuse
-from trainer.limits import read_model_config
+from trainer.limits import raise_limits, read_model_config
 from trainer.model_folders.adapter_folder import adapter_here, base_folder, is_adapter, read_adapter
 from trainer.model_folders.folder_names import check_model_name, check_on_hub
 from trainer.runs import output_folders
@@ -48,6 +48,7 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool
     args.optimizer.learning_rate = rate_of(command, args.optimizer.learning_rate, args.lora.lora_rank)
     refuse(command, args, is_demo=is_demo, **facts)
     check_numbers(flat(args))
+    raise_limits(args.data.limits or ())
     check_secrets(flat(args))
     if args.optimizer.lr_scheduler not in SCHEDULES:
         raise UserError("--lr_scheduler", args.optimizer.lr_scheduler, ", ".join(SCHEDULES))

@@ -50,7 +50,7 @@ def set_up(
 ) -> Setup:
     """Start the strategy, make the demo if it is requested, and load the tokenizer. `vllm` will run in this process."""
     no_search_for_packed_rows()
-    raise_limits(args.data.limits or ())
+    raise_limits(args.data.limits or ())  # also in a rank, and for commands with checks of their own
     strategy = strategy_of(args)
     is_cpu, is_packed = strategy.device.type == "cpu", args.batch.packing_samples
     refuse(command, args, is_demo=is_demo, on_cpu=is_cpu, on_gpu=not is_cpu)

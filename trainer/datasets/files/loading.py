@@ -175,6 +175,8 @@ def _is_empty(column: Any) -> bool:
 def _with_folder(rows: Dataset, path: str) -> Dataset:
     """The rows with a column for the folder where relative paths begin: the data's folder, or its file's."""
     folder = path if os.path.isdir(path) else os.path.dirname(path)
+    if FOLDER in rows.column_names:
+        raise UserError(path, f"a column {FOLDER} beside {COLUMN}", f"rows without {FOLDER}, which is our own name")
     return rows.add_column(FOLDER, [os.path.abspath(folder)] * len(rows)) if os.path.exists(path) else rows
 
 

@@ -4,6 +4,7 @@
 when the trainer closes its connection. It then kills process 1 of the namespace, and the kernel kills all others there.
 """
 
+import codecs
 import contextlib
 import dataclasses
 import json
@@ -16,11 +17,14 @@ import sys
 import threading
 
 from trainer.entry import end_with_parent
+from trainer.errors import plain
 from trainer.rollout.envs.environments import Source
 from trainer.rollout.envs.sandbox import Box, Trees, confine, unshare_all, variables, visible_paths
 from trainer.rollout.envs.serving import refuse, serve
 
 MODULE = "trainer.rollout.envs.nursery"
+LINE_LENGTH = 4096  # characters of a line that are shown in one
+MARK = "environment: "  # before each line that one prints
 PRINTED_BYTES = 1 << 20  # of what an environment prints
 START_SECONDS = 120  # for the imports
 SPREAD_SECONDS = 10  # for processes of a namespace to die
@@ -151,7 +155,7 @@ def _be_inside(descriptor: int, prints: int, source: Source, box: Box, trees: Tr
 
 def _watch(child: int, descriptor: int, printed: int) -> None:
     """Return when the child is gone, with all that it has started. It ends when the other end of `descriptor` closes."""
-    ending, left = os.pidfd_open(child), PRINTED_BYTES
+    ending, passed_on = os.pidfd_open(child), Printed()
     poll = select.poll()
     poll.register(descriptor, select.POLLRDHUP)
     poll.register(ending, select.POLLIN)
@@ -160,8 +164,7 @@ def _watch(child: int, descriptor: int, printed: int) -> None:
         ready = {number for number, _ in poll.poll()}
         if printed in ready:
             text = os.read(printed, 1 << 12)
-            _pass_on(text[:left])
-            left = max(0, left - len(text))
+            passed_on.take(text)
             if not text:
                 poll.unregister(printed)
         if descriptor in ready or ending in ready:
@@ -170,15 +173,30 @@ def _watch(child: int, descriptor: int, printed: int) -> None:
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)  # for process 1, this waits for all processes of its namespace
     while select.select([printed], [], [], 0)[0] and (text := os.read(printed, 1 << 12)):
-        _pass_on(text[:left])
-        left = max(0, left - len(text))
+        passed_on.take(text)
+    passed_on.take(b"", is_last=True)
 
 
-def _pass_on(text: bytes) -> None:
-    """What an environment prints, without control characters that a terminal would obey."""
-    shown = bytes(byte for byte in text if byte >= 32 or byte in b"\n\t")
-    with contextlib.suppress(OSError):
-        os.write(2, shown)
+class Printed:
+    """What an environment prints, for the screen. Each line is marked, so that none looks like one of the trainer's.
+
+    Only whole lines are written, since lines of others may come between. Characters that a terminal would obey are shown
+    as escapes. After PRINTED_BYTES, nothing more is shown.
+    """
+
+    def __init__(self) -> None:
+        self._left, self._line = PRINTED_BYTES, ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, data: bytes, is_last: bool = False) -> None:
+        text = self._line + self._decoder.decode(data[: self._left])
+        self._left = max(0, self._left - len(data))
+        whole, end, self._line = text.rpartition("\n")
+        if self._line and (is_last or len(self._line) > LINE_LENGTH):
+            whole, end, self._line = text, "\n", ""
+        shown = "".join(f"{MARK}{plain(line)}\n" for line in whole.replace("\r", "").split("\n")) if end else ""
+        with contextlib.suppress(OSError):
+            os.write(2, shown.encode())
 
 
 if __name__ == "__main__":
