@@ -413,7 +413,7 @@ def test_a_module_of_the_start_folder_is_shown_without_the_rest(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     shown = sandbox.visible_paths("games.guess", [])
-    assert shown[str(tmp_path / "games")] and str(tmp_path) not in shown and str(ROOT) not in shown
+    assert str(tmp_path / "games") in shown and str(tmp_path) not in shown and str(ROOT) not in shown
     assert str(tmp_path) in sandbox.visible_paths("other", [])
 
 
@@ -438,23 +438,30 @@ sandbox._mount("tmpfs", "/proc/irq", "tmpfs", 0)
         ("sys_admin", "", "sound"),
         ("setuid", "", "this machine allows no sandbox: no other user or group (uid_map): Operation not permitted"),
         ("sys_time", HIDDEN_PROC, "this machine allows no sandbox: no new /proc, as in a container that hides parts"),
+        (
+            "sys_admin",
+            "import os; os.chmod(os.path.dirname(file), 0o700)",
+            "env.py; it is never root (allowed: ",
+        ),
     ],
-    ids=("container", "no other user", "no proc"),
+    ids=("container", "no other user", "no proc", "private"),
 )
 def test_root_of_a_container_has_a_whole_sandbox_or_one_line(dropped, before, expected, folder):
     code = f"""
 from trainer.rollout.envs import sandbox
 from trainer.rollout.envs.env_process import check_sandbox
 from trainer.rollout.envs.environments import Source
+file = {str(folder / "env/env.py")!r}
 {before}
 try:
-    check_sandbox(Source({str(folder / "env/env.py")!r}), sandbox.Box())
+    check_sandbox(Source(file), sandbox.Box())
     print("sound")
 except Exception as error:
     print(error)
 """
     command = ["setpriv", "--bounding-set", f"-{dropped}", "--inh-caps", f"-{dropped}", sys.executable, "-c", code]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    (folder / "env").chmod(0o755)
     assert expected in ended.stdout and ended.stdout.count("\n") == 1, ended
 
 

@@ -112,9 +112,9 @@ def supervise(descriptor: int, source: Source, box: Box, here: str) -> None:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.chdir(here)
-    visible = visible_paths(source.name.partition(":")[0], box.paths)
     printed, prints = os.pipe()
     try:
+        visible = visible_paths(source.name.partition(":")[0], box.paths)
         trees = unshare_all(visible, os.getpid())
     except OSError as error:
         refuse(socket.socket(fileno=descriptor), no_sandbox(error))
@@ -148,6 +148,16 @@ def _be_inside(descriptor: int, prints: int, source: Source, box: Box, trees: Tr
             refuse(connection, no_sandbox(error))
             os._exit(1)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            with open(source.name.partition(":")[0]):
+                pass
+        except PermissionError:  # root outside could read it
+            found = f"the sandbox may not read {source.name}; it is never root"
+            parts = ["--env_sandbox", found, "chmod a+rX for the file and its folder"]
+            refuse(connection, {"error": f": {found}", "parts": parts})
+            return
+        except OSError:  # a module, or no file: `serve` says which
+            pass
         serve(connection, source)
     finally:
         os._exit(0)

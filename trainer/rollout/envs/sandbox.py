@@ -50,7 +50,7 @@ VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "PYTHONPATH", "PYTHONHA
 
 NO_NAMESPACES = "no user, pid, mount and network namespaces (unshare)"
 READ_ONLY = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID
-Trees = dict[str, tuple[int, list[str]]]  # place: an open copy of what is mounted there, and names in it to hide
+Trees = dict[str, tuple[int, tuple[str, ...]]]  # place: an open copy of what is mounted there, and names in it to hide
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -71,8 +71,8 @@ def variables(environment: dict[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in VARIABLES if name in environment} | {"HOME": "/tmp", "TMPDIR": "/tmp"}
 
 
-def visible_paths(source: str, paths: Iterable[str]) -> dict[str, bool]:
-    """What a process may read: {path: whether the names in it that begin with a dot are hidden}.
+def visible_paths(source: str, paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """What a process may read: {path: names in it that are hidden, since they begin with a dot}.
 
     This is the system, Python and its modules, this package, the folder of the code `source`, and `paths`. The folder
     where the trainer was started is on Python's path. It is left out, like a home folder, / and /tmp.
@@ -81,17 +81,21 @@ def visible_paths(source: str, paths: Iterable[str]) -> dict[str, bool]:
     apart = {"/", "/tmp", os.path.realpath(os.path.expanduser("~"))}
     installed = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), package}
     installed |= {path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")}
-    found = dict.fromkeys((*SYSTEM, *(path for path in installed if os.path.realpath(path) not in apart)), False)
+    found = dict.fromkeys((*SYSTEM, *(path for path in installed if os.path.realpath(path) not in apart)), ())
     for path in sys.path:
         real = os.path.realpath(path)
         if os.path.commonpath([here, real]) != real and real not in (*apart, os.path.dirname(package)):
-            found.setdefault(path, True)
+            found.setdefault(path, _dot_names(path))
     folder = _folder_of(source)
     if folder and os.path.realpath(folder) not in apart:
-        found.setdefault(folder, True)
+        found.setdefault(folder, _dot_names(folder))
     if source.endswith(".py"):
-        found.setdefault(os.path.abspath(source), False)
-    return found | dict.fromkeys(map(os.path.expanduser, paths), False)
+        found.setdefault(os.path.abspath(source), ())
+    return found | dict.fromkeys(map(os.path.expanduser, paths), ())
+
+
+def _dot_names(folder: str) -> tuple[str, ...]:
+    return tuple(name for name in os.listdir(folder) if name[0] == ".") if os.path.isdir(folder) else ()
 
 
 def _folder_of(source: str) -> str:
@@ -103,7 +107,7 @@ def _folder_of(source: str) -> str:
     return os.path.abspath(places[0]) if places and places[0] else ""
 
 
-def unshare_all(visible: dict[str, bool], number: int) -> Trees:
+def unshare_all(visible: dict[str, tuple[str, ...]], number: int) -> Trees:
     """Give this process new namespaces, and copy the `visible` mounts. Its next child is process 1.
 
     Root becomes a user of its own. `number` tells one sandbox from another.
@@ -207,18 +211,17 @@ def confine(box: Box, trees: Trees, kept: int) -> None:
 # --- files
 
 
-def _copies(visible: dict[str, bool], owner: int | None) -> Trees:
+def _copies(visible: dict[str, tuple[str, ...]], owner: int | None) -> Trees:
     """Copies of the mounts at the `visible` paths, to be read only.
 
     `owner` is a user namespace. What belongs to root outside then belongs to user 0 of it, so that it can be read. A
     file system without such a mapping is copied as it is: what only root can read is then closed.
     """
     trees = {}
-    for path, hides in visible.items():
+    for path, hidden in visible.items():
         for place in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
             if os.path.exists(place) and place not in trees:
-                names = os.listdir(place) if hides and os.path.isdir(place) else []
-                trees[place] = _copy(place), [name for name in names if name[0] == "."]
+                trees[place] = _copy(place), hidden
                 mapped = owner is not None and path not in SYSTEM
                 if not mapped or _set_mount(trees[place][0], READ_ONLY | MOUNT_ATTR_IDMAP, owner):
                     done = _set_mount(trees[place][0], READ_ONLY)
@@ -289,7 +292,10 @@ def _attach(tree: int, target: str) -> None:
 
 def _hide(target: str) -> None:
     """Mount something empty over a file or folder. A link stays: its target may have a name that is shown."""
-    kind = os.lstat(target).st_mode
+    try:
+        kind = os.lstat(target).st_mode
+    except PermissionError:  # its folder is closed to this user
+        return
     if stat.S_ISDIR(kind):
         _mount("tmpfs", target, "tmpfs", MS_NOSUID | MS_NODEV, "size=64k,mode=755,nr_inodes=64")
     elif not stat.S_ISLNK(kind):
