@@ -340,6 +340,35 @@ def test_what_is_left_of_an_object_is_refused_or_named(tmp_path):
     assert "columns not used: input.seed" in found
 
 
+UNREAD = {
+    "glaive": ("sft", {"system": "SYSTEM: x", "chat": "USER: a"}, "columns system, chat: rows of this shape", "tool_calls"),
+    "Nectar": ("pairs", {"prompt": "a", "answers": [{"answer": "b", "rank": 1}]}, "columns prompt, answers", "better rank"),
+    "HelpSteer2": ("pairs", {"prompt": "a", "response_1": "b", "response_2": "c", "preference_strength": 1},
+                   "columns response_1, response_2", "preference_strength"),
+    "HelpSteer3": ("sft", {"context": [{"role": "user", "content": "a"}], "response1": "b", "response2": "c"},
+                   "columns response1, response2", "overall_preference"),
+    "Arena": ("answer", {"winner": "model_a", "conversation_a": [], "conversation_b": [], "label": 1},
+              "columns conversation_a, conversation_b, winner", "is chosen"),
+    "PRM800K": ("sft", {"question": {"problem": "a"}, "label": {"steps": []}}, "question: an object", "question.problem names"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_public_set_that_is_not_read_says_which_rows_to_write(name, tmp_path):
+    task, row, found, allowed = UNREAD[name]
+    with pytest.raises(UserError) as error:
+        tokenize(task, [row], tmp_path, "BPE")
+    line = str(error.value)
+    assert found in line and allowed in line.partition("(allowed: ")[2] and "\n" not in line
+
+
+def test_marks_of_images_that_no_column_has_are_counted(tmp_path):
+    rows = [{"question": "<image> What?", "answer": "b"}, {"question": "<video>?", "answer": "b"}]
+    found = lines([*rows, {"question": "a", "answer": "b"}], tmp_path)
+    assert "WARNING: 2 rows hold <image>, <video> as plain text" in found
+    assert "WARNING" not in lines([{"question": "a", "answer": "b"}], tmp_path)
+
+
 def test_functions_are_tools():
     tide = {"name": "tide", "description": "x", "parameters": {"type": "object", "properties": {}}}
     wanted = [{"type": "function", "function": tide}]

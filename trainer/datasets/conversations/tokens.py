@@ -19,7 +19,7 @@ from trainer.datasets.conversations.control_tokens import (
 from trainer.errors import UserError
 
 # Raise this number if the same rows and options would give other tokens: an older cache file must not be used.
-TOKENIZER_VERSION = 14
+TOKENIZER_VERSION = 15
 SET_BY_FLAGS = ("template_args", "reads_control_tokens")  # attributes of a tokenizer; see `prepare_tokenizer`
 
 

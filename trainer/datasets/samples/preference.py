@@ -11,7 +11,7 @@ from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.lost_characters import note_lost
 from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state
 from trainer.datasets.library import map_cached
-from trainer.datasets.rows import check_keys, lookup, number_value, within
+from trainer.datasets.rows import check_keys, column_of_key, lookup, number_value, within
 from trainer.datasets.samples.answers import (
     CUT_AWAY,
     EMPTY,
@@ -33,6 +33,7 @@ from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.prompt_part import is_answer
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.row_reader import PAIRS
+from trainer.datasets.shapes.row_refusals import refuse_other_sets
 from trainer.errors import UserError
 
 SIDES = ("chosen", "rejected")
@@ -95,6 +96,8 @@ def pair_tokens(
     answers = ANSWERS if BESIDE_ANSWER in columns else ()
     others = {"--chosen_key": (*CHOSEN, *CONVERSATIONS, *answers), "--rejected_key": REJECTED}  # known names
     there = {f for f, names in others.items() if keys[f] == f[2:-4] and any(name in columns for name in names)}
+    if "--chosen_key" not in there and not column_of_key(columns, chosen_key):
+        refuse_other_sets(columns, flag)
     check_keys(columns, flag, {**{f: key for f, key in keys.items() if f not in there}, "--margin_key": margin_key})
     reading = {"ignored": ignore_columns, "system": system, "taken": (margin_key,) if margin_key else ()}
     options = answer_options(

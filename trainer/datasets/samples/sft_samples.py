@@ -38,7 +38,7 @@ from trainer.datasets.shapes.columns import BEFORE_ANSWER, CONVERSATIONS, MORE, 
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.row_reader import SFT, RowReader, reader_of
-from trainer.datasets.shapes.row_refusals import NEEDED
+from trainer.datasets.shapes.row_refusals import NEEDED, refuse_other_sets
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 
@@ -241,6 +241,7 @@ def _check_columns(reader: RowReader, columns: list[str], tokenizer: Any, flag: 
         if reader.chat or reader.answer_keys:
             raise UserError("--input_key", f"needed for {flag}", ", ".join(columns))
         if "text" not in columns:
+            refuse_other_sets(columns, flag)
             raise UserError(flag, f"nothing says what to learn from the columns {', '.join(columns)}", NEEDED)
 
 

@@ -13,7 +13,7 @@ from trainer.datasets.conversations.lost_characters import note_lost
 from trainer.datasets.conversations.messages import IGNORE
 from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state
 from trainer.datasets.library import map_cached, quiet
-from trainer.datasets.rows import check_keys, lookup, truth_value, within
+from trainer.datasets.rows import check_keys, column_of_key, lookup, truth_value, within
 from trainer.datasets.samples.answers import (
     CUT_AWAY,
     EMPTY,
@@ -28,9 +28,10 @@ from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.samples.sft_samples import render_sample
-from trainer.datasets.shapes.columns import ANSWERS, CONVERSATIONS, LABELS
+from trainer.datasets.shapes.columns import ANSWERS, CONVERSATIONS, LABELS, MORE_ANSWERS
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.row_reader import ANSWER
+from trainer.datasets.shapes.row_refusals import refuse_other_sets
 from trainer.errors import UserError
 
 SENTENCE = (
@@ -101,7 +102,11 @@ def answer_tokens(
     if label_key == "label" and label_key not in columns and "kto_tag" in columns:
         label_key = "kto_tag"  # LLaMA-Factory
     keys = {"--prompt_key": prompt_key, "--completion_key": completion_key}
-    known = completion_key == "completion" and any(name in columns for name in (*ANSWERS, *CONVERSATIONS))
+    known = completion_key == "completion" and any(
+        name in columns for name in (*ANSWERS, *MORE_ANSWERS, *CONVERSATIONS)
+    )
+    if not known and not column_of_key(columns, completion_key):
+        refuse_other_sets(columns, flag)
     check_keys(columns, flag, {**({} if known else keys), "--prompt_key": prompt_key, "--label_key": label_key})
     reading = {"ignored": ignore_columns, "system": system, "taken": (label_key,)}
     options = answer_options(

@@ -13,15 +13,33 @@ from trainer.errors import UserError
 
 PROMPTS = ("instruction", "question", "query", "problem", "inputs", "prompt")
 ANSWERS = ("output", "response", "completion", "answer", "solution", "targets")
+MORE_ANSWERS = ("final_answer", "generation")  # if no other name has a value: DeepMath, distilabel
+CALLS = "answers"  # xlam: a list of calls
 CONVERSATIONS = ("messages", "conversations", "conversation")
 MORE = ("input", "context")  # a second text of the user's turn, or the only one
-BEFORE_ANSWER = (*CONVERSATIONS, *PROMPTS, *MORE)
+DATA = "data"  # UltraChat: texts in turn
+BEFORE_ANSWER = (*CONVERSATIONS, *PROMPTS, *MORE, DATA)
 SYSTEMS = ("system", "system_prompt", "system_message")
 HISTORY, TOOLS = "history", ("tools", "functions")
 CHOSEN = ("chosen", "chosen_response", "preferred_output")
 REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
 BESIDE_ANSWER = "rejected_response"  # ms-swift: then an answer is the chosen one
 LABELS = ("label", "kto_tag")  # true for a good answer
+REFERENCES = ("reward_model.ground_truth", "reward_spec.ground_truth")  # of prompts: verl, SkyRL
+WRITE_PAIRS = "rows of prompt, chosen and rejected"
+# columns of public sets whose rows are not read as they are, and the rows to write
+OTHER_SETS = {
+    (
+        "system",
+        "chat",
+    ): "rows of messages: the turns of chat, with each <functioncall> as tool_calls and tools from system",
+    ("prompt", "answers"): f"{WRITE_PAIRS}: an answer of a better rank and one of a worse",
+    ("response_1", "response_2"): f"{WRITE_PAIRS}: the better response is the one that preference_strength names",
+    ("response1", "response2"): f"{WRITE_PAIRS}: the better response is the one that overall_preference names",
+    ("conversation_a", "conversation_b", "winner"): f"{WRITE_PAIRS}: the conversation that winner names is chosen",
+    ("response_a", "response_b"): f"{WRITE_PAIRS}: the better response is chosen",
+    ("question", "answers"): "rows of question and answer, with one of the answers",
+}
 # columns that change the text, or what is learned from it: they are used or refused
 ADDED = (
     *SYSTEMS,
@@ -55,6 +73,7 @@ WEIGHTS = ("weight", "sample_weight", "loss_scale")
 TEMPLATE_ARGS = "chat_template_kwargs"  # of a row, as in TRL
 ADDED += ("rejected_images", TEMPLATE_ARGS, *WEIGHTS)
 EMPTY = (None, "", [], {}, "[]", "{}", "null")
+MARKS = ("<image>", "<video>", "<audio>")  # in texts of rows that have such a column
 UNSEEN = (FOLDER,)  # our own columns
 
 

@@ -23,10 +23,11 @@ class Notes:
     facts: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
+    marks: set[str] = field(default_factory=set)  # of images, videos and audios that the row does not have
 
     def as_text(self) -> str:
         """The note as a column has it. Few different notes exist in a set."""
-        sets = (self.columns, self.keys, self.lost, self.left_out)
+        sets = (self.columns, self.keys, self.lost, self.left_out, self.marks)
         return SEPARATOR.join([self.shape, *(", ".join(sorted(names)) for names in sets), *sorted(self.facts)])
 
 
@@ -38,14 +39,15 @@ def summary_of(samples: Any) -> tuple[list[str], set[str]]:
 def summary_of_notes(notes: Iterable[str]) -> tuple[list[str], set[str]]:
     """The lines for the start of a run, and what `left_out` of some rows has together."""
     shapes: Counter = Counter()
-    columns, keys, lost, left_out, facts, num_lossy = set(), set(), set(), set(), set(), 0
+    columns, keys, lost, left_out, marks, facts, num_lossy, num_marked = *(set() for _ in range(6)), 0, 0
     for note, count in Counter(notes).items():
-        shape, *names = note.split(SEPARATOR) if note else [""] * 5
+        shape, *names = note.split(SEPARATOR) if note else [""] * 6
         shapes[shape] += count
-        for found, own in zip((columns, keys, lost, left_out), names):
+        for found, own in zip((columns, keys, lost, left_out, marks), names):
             found |= set(own.split(", ")) - {""}
         num_lossy += count * bool(names[2])
-        facts |= set(names[4:])
+        num_marked += count * bool(names[4])
+        facts |= set(names[5:])
     shapes.pop("", None)
     total = sum(shapes.values())
     lines = [shape if count == total else f"{count} of them: {shape}" for shape, count in shapes.items()]
@@ -56,4 +58,7 @@ def summary_of_notes(notes: Iterable[str]) -> tuple[list[str], set[str]]:
     if lost:
         first = " ".join(sorted(lost)[:SHOWN]) + " ..." * (len(lost) > SHOWN)
         lines.append(f"WARNING: the tokenizer drops these characters, in {num_lossy} rows: {first}")
+    if marks:
+        shown = ", ".join(sorted(marks))
+        lines.append(f"WARNING: {num_marked} rows hold {shown} as plain text, because they have no column of that kind")
     return lines + sorted(facts), left_out

@@ -9,6 +9,7 @@ from trainer.datasets.conversations.messages import CALL, CONTENTS, IGNORE, as_s
 from trainer.datasets.rows import json_text, kind_of, lookup, text_value
 from trainer.datasets.shapes.columns import (
     CONVERSATIONS,
+    DATA,
     EMPTY,
     HISTORY,
     MORE,
@@ -44,9 +45,10 @@ def prompt_part(columns: Columns, key: str | None, flag: str) -> PromptPart:
     """What comes before an answer. `key` is the column that `flag` names; None looks for one by its name."""
     name = key if key is not None else _conversation_of(columns)
     if name is not None and is_conversation(name, lookup(columns.row, name)):
-        value = raw_messages(columns.take(name), texts=name in CONVERSATIONS)
+        value = raw_messages(columns.take(name), texts=name in (*CONVERSATIONS, DATA))
         if not isinstance(value, list):
-            raise UserError(f"{flag} {name}", kind_of(value), "a text, or a list of messages")
+            inside = f"; {flag} {name}.{next(iter(value))} names a key of it" if isinstance(value, dict) else ""
+            raise UserError(f"{flag} {name}", kind_of(value), f"a text, or a list of messages{inside}")
         found = PromptPart(value, f"{flag} {name}", [(name, "turns")], (name,), True)
     elif key is None and any(name in columns.row for name in CONVERSATIONS):
         name = next(name for name in CONVERSATIONS if name in columns.row)
@@ -101,13 +103,17 @@ def add_system(found: PromptPart, columns: Columns) -> None:
 
 def _conversation_of(columns: Columns) -> str | None:
     row, has_text = columns.row, any(isinstance(columns.row.get(name), str) for name in PROMPTS)
-    names = (*CONVERSATIONS, *PROMPTS, *(() if has_text else MORE))
+    names = (*CONVERSATIONS, *PROMPTS, *(() if has_text else (*MORE, DATA)))
     return next((name for name in names if is_conversation(name, row.get(name)) and _may_be(name, row[name])), None)
 
 
 def _may_be(name: str, value: Any) -> bool:
-    """A list of paragraphs is no conversation."""
-    return name not in MORE or (isinstance(value, list) and bool(value) and all(map(_has_role, value)))
+    """A list of paragraphs is no conversation. Texts under `data` are turns if an answer follows each question."""
+    if name not in (*MORE, DATA):
+        return True
+    is_list = isinstance(value, list) and bool(value)
+    is_texts = name == DATA and is_list and len(value) % 2 == 0 and all(isinstance(text, str) for text in value)
+    return is_texts or (is_list and all(map(_has_role, value)))
 
 
 def _has_role(message: Any) -> bool:
@@ -147,6 +153,16 @@ def raw_messages(value: Any, texts: bool = False) -> Any:
     if texts and isinstance(value, list) and value and all(isinstance(text, str) for text in value):
         value = [{"role": role, "content": text} for role, text in zip(cycle(("user", "assistant")), value)]
     return as_single_messages(value) if isinstance(value, list) else value
+
+
+def calls_of(value: Any) -> list[dict] | None:
+    """The message of calls of tools, from a list of {name, arguments} or its JSON (xlam). None for another value."""
+    calls = raw_messages(value) if isinstance(value, str) else value
+    is_calls = (
+        isinstance(calls, list) and calls and all(isinstance(c, dict) and {*c} == {"name", "arguments"} for c in calls)
+    )
+    wrapped = is_calls and [{"type": "function", "function": call} for call in calls]
+    return [{"role": "assistant", "content": "", "tool_calls": wrapped}] if wrapped else None
 
 
 def is_transposed(value: dict) -> bool:

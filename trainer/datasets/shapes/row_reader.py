@@ -13,10 +13,13 @@ from trainer.datasets.shapes.columns import (
     ANSWERS,
     BEFORE_ANSWER,
     BESIDE_ANSWER,
+    CALLS,
     CHOSEN,
     EMPTY,
     HISTORY,
+    MARKS,
     MORE,
+    MORE_ANSWERS,
     REJECTED,
     SYSTEMS,
     TEMPLATE_ARGS,
@@ -28,6 +31,7 @@ from trainer.datasets.shapes.prompt_part import (
     PromptPart,
     add_system,
     all_text,
+    calls_of,
     has_name,
     is_answer,
     is_json_of_messages,
@@ -44,6 +48,7 @@ from trainer.datasets.shapes.row_refusals import (
     no_question,
     refuse_answer_beside_text,
     refuse_verdict,
+    waiting_turns,
 )
 from trainer.datasets.shapes.transcripts import is_transcript, turns_before_answer, turns_of
 from trainer.errors import UserError
@@ -103,7 +108,10 @@ class RowReader:
                 found.says.append((TEMPLATE_ARGS, "arguments of the chat template"))
         elif RENDERED not in notes.facts and self.has_template and "text" not in parts:
             notes.facts.add(AS_TEXTS)
-        columns.finish(notes, "\n".join(map(all_text, parts.values())), strict=not self.pretrain)
+        text = "\n".join(map(all_text, parts.values()))
+        if parts.get(IMAGES) in EMPTY:
+            notes.marks |= {mark for mark in MARKS if mark in text}
+        columns.finish(notes, text, strict=not self.pretrain)
         as_text = {} if chat else {"user": "prompt", "assistant": "answer"}
         arrows = ", ".join(f"{source} -> {as_text.get(target, target)}" for source, target in found.says)
         notes.shape = f"{found.name} rows: {arrows}" if found.name else f"rows: {arrows}"
@@ -148,7 +156,8 @@ def _read_sft(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     answer = reader.answer_keys[0] if reader.answer_keys else None
     whole = isinstance(prompt.value, list) and bool(prompt.value) and is_answer(prompt.value[-1])
     if answer is None and not whole and (not named or isinstance(prompt.value, str)) and reader.prompt_key is None:
-        answer = columns.find(ANSWERS, "--output_key")
+        answer = columns.find(ANSWERS, "--output_key") or columns.find(MORE_ANSWERS, "--output_key")
+        answer = answer or (CALLS if calls_of(columns.row.get(CALLS)) else None)
     if answer is None:
         if not isinstance(prompt.value, list):
             raise no_answer(columns, prompt, reader.chat)
@@ -184,8 +193,7 @@ def _whole(columns: Columns, prompt: PromptPart, notes: Notes, named: bool) -> _
             says = [(f"{prompt.names} (one message of the assistant)", "text, with loss on every token")]
             return _Found("", {"text": message["content"]}, {"text": prompt.where}, says)
     if prompt.columns[0] in MORE and not named and not is_answer(value[-1]):  # HelpSteer3
-        found = "its last turn has no answer, and no name of a column says which one is"
-        raise UserError(f"column {prompt.names}", found, "--output_key with one of the columns")
+        raise waiting_turns(columns, prompt.names)
     first = value[0] if value and isinstance(value[0], dict) else {}
     name = "ShareGPT" if first.get("from") is not None and first.get("role") is None else "conversation"
     return _Found(name, {"prompt": value}, {"prompt": prompt.where}, prompt.says, True)
@@ -231,7 +239,7 @@ def _read_answer(reader: RowReader, columns: Columns, notes: Notes) -> _Found:
     name = key if column_of_key(columns.row, key) else None
     prompt = _prompt_of(reader, columns, notes)
     if name is None and not (isinstance(prompt.value, list) and prompt.value and is_answer(prompt.value[-1])):
-        name = columns.find(ANSWERS, flag)
+        name = columns.find(ANSWERS, flag) or columns.find(MORE_ANSWERS, flag)
         if name is None and isinstance(prompt.value, list):
             raise UserError(prompt.where, "does not end with an assistant message", f"an answer, there or in {flag}")
         if name is None:
@@ -341,7 +349,8 @@ def _after(prompt: PromptPart, answer: Any) -> Any:
 
 
 def _answer_of(reader: RowReader, columns: Columns, key: str, where: str) -> Any:
-    return _answer(columns.take(key), where, key in reader.narrow)
+    value = columns.take(key)
+    return calls_of(value) if key == CALLS and calls_of(value) else _answer(value, where, key in reader.narrow)
 
 
 def _answer(value: Any, where: str, narrow: bool = False) -> Any:

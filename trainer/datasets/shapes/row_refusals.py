@@ -1,12 +1,29 @@
 """Rows that are refused as a whole, with the true cause and the flag that helps."""
 
+from collections.abc import Iterable
+
 from trainer.datasets.conversations.messages import IGNORE
 from trainer.datasets.rows import truth_value
-from trainer.datasets.shapes.columns import ANSWERS, BEFORE_ANSWER, CONVERSATIONS, LABELS, Columns
+from trainer.datasets.shapes.columns import (
+    ANSWERS,
+    BEFORE_ANSWER,
+    CONVERSATIONS,
+    LABELS,
+    MORE_ANSWERS,
+    OTHER_SETS,
+    Columns,
+)
 from trainer.datasets.shapes.prompt_part import PromptPart
 from trainer.errors import UserError
 
 NEEDED = "--input_key and --output_key, --apply_chat_template (conversations) or --pretrain_mode (plain text)"
+
+
+def refuse_other_sets(columns: Iterable[str], where: str = "") -> None:
+    """Raise UserError for the columns of a public set whose rows are not read as they are. `where` is its flag."""
+    for names, rows in OTHER_SETS.items():
+        if set(names) <= set(columns):
+            raise UserError(f"{where} columns {', '.join(names)}".strip(), "rows of this shape are not read", rows)
 
 
 def no_question(columns: Columns, answer: str | None) -> UserError:
@@ -24,6 +41,7 @@ def no_answer(columns: Columns, prompt: PromptPart, chat: bool | None) -> UserEr
     conversation = next((name for name in CONVERSATIONS if name in columns.names), None)
     if conversation and prompt.value is None and (conversation in columns.empty or not columns.row):
         return UserError(f"--input_key {conversation}", "no value", "a list of messages")
+    refuse_other_sets(columns.row)
     wanted = ("text",) if prompt.value is None else ANSWERS
     missing = next((name for name in wanted if name in columns.names and name not in columns.row), None)
     if missing:
@@ -33,9 +51,18 @@ def no_answer(columns: Columns, prompt: PromptPart, chat: bool | None) -> UserEr
     return UserError(prompt.where or "its columns", found, pairs + NEEDED)
 
 
+def waiting_turns(columns: Columns, name: str) -> UserError:
+    """The error of a row for train_sft whose only turns, in the column `name`, wait for an answer."""
+    refuse_other_sets(columns.row)
+    found = "its last turn has no answer, and no name of a column says which one is"
+    return UserError(f"column {name}", found, "--output_key with one of the columns")
+
+
 def refuse_answer_beside_text(columns: Columns) -> None:
     """Raise UserError for an answer that is no part of the text: the text may be its question."""
-    if (answer := columns.filled(ANSWERS)) and str(columns.row[answer]).strip() not in str(columns.row["text"]):
+    if (answer := columns.filled((*ANSWERS, *MORE_ANSWERS))) and str(columns.row[answer]).strip() not in str(
+        columns.row["text"]
+    ):
         found = f"a whole text, or the question to {answer}"
         raise UserError("column text", found, f"--input_key text --output_key {answer}, or {IGNORE} {answer}")
 
