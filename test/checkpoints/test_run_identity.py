@@ -12,7 +12,7 @@ from launch import forked, read_rows, read_steps
 from safetensors.torch import load_file, save_file
 
 from trainer.checkpoints.resume_effects import EFFECT_OF, EFFECTS, FIXED, OBJECTIVE, OUTPUT, check_allowed
-from trainer.checkpoints.run_identity import Identity, changes, sealed
+from trainer.checkpoints.run_identity import LATER, Identity, changes, sealed
 from trainer.cli import train_dpo, train_kd, train_ppo, train_sft
 from trainer.datasets.demos.demo import make_demo
 from trainer.datasets.files.stream_rows import contents_of_files
@@ -205,6 +205,14 @@ def test_code_targets_and_streams_have_hashes(tmp_path):
     named = run_record.code_hash(f"guess={code}")
     code.write_text("def reward_func(): return 2")
     assert named != run_record.code_hash(f"guess={code}") != run_record.code_hash(f"other={code}")
+    for name, kind in (("own.py", ".py"), ("preprocessor_config.json", "preprocessor_config.json")):
+        folder, hashes = tmp_path / kind, []
+        folder.mkdir()
+        for content in (None, "1", "2"):
+            if content:
+                (folder / name).write_text(content)
+            hashes.append(run_record.files_hash(str(folder), lambda name, kind=kind: name.endswith(kind)))
+        assert hashes[0] is None and len(set(hashes)) == 3
     labels = [Dataset.from_dict({"num_tokens": [1, 2], "label": label}) for label in (["a", "b"], ["a", "c"])]
     assert run_record.targets_hash(labels[0]) != run_record.targets_hash(labels[1])
     rows, stream = [json.dumps({"text": f"row {n:05d}"}) + "\n" for n in range(30_000)], tmp_path / "rows.jsonl"
@@ -213,6 +221,17 @@ def test_code_targets_and_streams_have_hashes(tmp_path):
         stream.write_text("".join(order))
         hashes.add(contents_of_files(str(stream), "train"))
     assert len(hashes) == 3
+
+
+@pytest.mark.parametrize("fact", LATER)
+def test_facts_of_a_model_folder_are_compared_where_a_record_has_them(fact):
+    flag = "rollouts_from" if fact == "rows" else "pretrain"
+    old, new = ({flag: {"config": {"a": 1}, fact: value}} for value in ([2], [7, 8]))
+    with pytest.raises(UserError, match=f"--{flag} {fact}: 7 8 now, but step_8 was trained with 2"):
+        compare(record("train_ppo", old), record("train_ppo", new))
+    assert compare(record("train_ppo", old), record("train_ppo", new), flag) == [f"{flag} {fact} 2 -> 7 8"]
+    older = {flag: {"config": {"a": 1}}}
+    assert compare(record("train_ppo", older), record("train_ppo", new)) == []
 
 
 def test_secrets_of_addresses_are_left_out_and_must_be_given_again():

@@ -3,8 +3,8 @@
 The record has these parts:
 
 - `flags`: every flag of the command.
-- `content`: {flag: facts} of what flags name: the config and the frozen weights of models, the code of a reward, the
-  targets of the data. Another fact is another objective.
+- `content`: {flag: facts} of what flags name: the config, stop ids, code and frozen weights of models, the code of
+  a reward, the targets of the data. Another fact is another objective.
 - `versions` and `kernels`: of libraries, and what computes attention and matrix products. They change rounding only.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 from trainer.checkpoints.resume_effects import EFFECT_OF, FIXED, OBJECTIVE, OUTPUT, SAMPLES, in_effect
 from trainer.errors import UserError
 
+LATER = ("stop_ids", "image_processor", "remote_code", "rows")  # facts that older records lack: not compared then
 NO_VALUE = "nothing"
 SHOWN = 60  # characters of a value
 RECORD_HASH = "blake2b"
@@ -120,7 +121,9 @@ def _refusal(folder: str, refused: list[Change]) -> UserError:
 
 def _of_content(flag: str, before: dict, now: dict) -> list[Change]:
     """The facts of what `flag` names that are others, by name: "pretrain config rms_norm_eps"."""
-    old, new = (dict(_leaves(flag, record["content"].get(flag))) for record in (before, now))
+    held = before["content"].get(flag) or {}
+    facts = {name: value for name, value in now["content"][flag].items() if name not in LATER or name in held}
+    old, new = dict(_leaves(flag, held)), dict(_leaves(flag, facts))
     return [Change(name, old.get(name), value) for name, value in {**dict.fromkeys(old), **new}.items()
             if not _same(old.get(name), value)]  # fmt: skip
 

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Optional
 
@@ -16,6 +16,7 @@ from trainer.checkpoints.run_identity import Identity, sealed
 from trainer.comma_separated import names_in
 from trainer.datasets.batches.global_batches import column_of
 from trainer.datasets.conversations.tokens import tokenizer_state
+from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.datasets.files.stream_rows import contents_of_files
 from trainer.errors import without_secrets
 from trainer.flags.parse_flags import flat
@@ -33,6 +34,7 @@ WITHOUT_EFFECT = {"_name_or_path", "name_or_path", "transformers_version", "dtyp
 HASHED_WHOLE = 2 << 30  # bytes of weights; of larger models, three parts of each tensor are hashed
 PART = 1 << 14  # elements of a part
 CODE = ("reward_func", "judge_rubric", "env")  # flags that name files of the user
+PROCESSOR = ("preprocessor_config.json", "processor_config.json")  # means, deviations and sizes of images
 TARGETS = ("num_loss_tokens", "label", "margin")  # columns that the digest of a sample leaves out
 
 
@@ -74,6 +76,12 @@ def contents(run, flags) -> dict[str, dict]:
     if setup.rolls_out:
         state = json.dumps(tokenizer_state(setup.tokenizer) | {"transformers": None}, sort_keys=True)
         found["pretrain"]["tokenizer"] = hashlib.blake2b(state.encode(), digest_size=8).hexdigest()
+        found["pretrain"]["stop_ids"] = sorted(stop_ids(setup.tokenizer, setup.folder))
+    found["pretrain"]["image_processor"] = files_hash(setup.folder, PROCESSOR.__contains__)
+    if setup.trust_remote_code:
+        found["pretrain"]["remote_code"] = files_hash(setup.folder, lambda name: name.endswith(".py"))
+    if rollouts := vars(known).get("rollouts_from"):
+        found["rollouts_from"] = {"rows": _hash_whole(rollouts)}
     found |= {flag: {"code": code_hash(vars(known)[flag])} for flag in CODE if vars(known)[flag]}
     is_stream = known.streaming
     found["dataset"] = {"files": contents_of_files(known.dataset, known.dataset_split)} if is_stream else {}
@@ -138,6 +146,13 @@ def _parts(path: str) -> Iterator[bytes]:
             yield f"{name} {part.get_shape()} {part.get_dtype()}".encode()
             for row in {0, rows // 2, rows - 1} if rows else ():
                 yield part[row : row + 1].contiguous().view(torch.uint8).flatten()[: 4 * PART].numpy().tobytes()
+
+
+def files_hash(folder: str, is_read: Callable[[str], bool]) -> Optional[str]:
+    """A hash of the files of a folder with these names, or None without any."""
+    names = sorted(filter(is_read, os.listdir(folder)))
+    hashes = [f"{name} {_hash_whole(os.path.join(folder, name))}" for name in names]
+    return hashlib.blake2b("\n".join(hashes).encode(), digest_size=8).hexdigest() if names else None
 
 
 def code_hash(names: str) -> str:
