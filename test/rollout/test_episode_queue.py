@@ -5,6 +5,7 @@ import json
 import random
 import threading
 import time
+import urllib.error
 from collections import Counter
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ from trainer.planning.idle_share import simulated
 from trainer.planning.plan_engines import message_bytes
 from trainer.planning.plan_memory import sizes_of
 from trainer.rollout.asynchronous import Pace
+from trainer.rollout.engines.on_vllm import vllm_server
 from trainer.rollout.engines.on_vllm.vllm_server import LostServer, VLLMServerEngine, _kept
 from trainer.rollout.engines.routing import Router, send_to_each
 from trainer.rollout.engines.sampling import Sampling
@@ -206,6 +208,25 @@ def test_a_wrong_answer_costs_its_request_and_another_server_answers(one_rank, c
     )
     engine.update_weights(weights_of())
     assert "an answer of a wrong form" in capsys.readouterr().out
+
+
+def test_a_refusal_of_one_server_is_no_refusal_of_all(one_rank, monkeypatch):
+    servers, closed = [FakeServer(), FakeServer()], set()
+    engine, ask = engine_of(*servers), vllm_server.post_json
+    engine.update_weights(weights_of())
+
+    def refusing(url: str, *values, **named):
+        if any(url.startswith(one.url) for one in closed):
+            raise urllib.error.HTTPError(url, 403, "no such method", None, None)
+        return ask(url, *values, **named)
+
+    monkeypatch.setattr(vllm_server, "post_json", refusing)
+    closed.add(servers[0])
+    assert len(engine.generate([[n] for n in range(8)], SAMPLING, range(8))) == len(servers[1].asked) == 8
+    closed.add(servers[1])
+    with pytest.raises(UserError, match="status 403 no such method") as error:
+        engine.generate([[1]], SAMPLING, [1])
+    assert not isinstance(error.value, LostServer), "nobody waits for it"
 
 
 def weights_of(*_, **__):

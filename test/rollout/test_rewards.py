@@ -539,6 +539,10 @@ def test_a_request_that_a_server_calls_wrong_is_not_sent_again():
         with pytest.raises(UserError, match=r"--remote_rm_url .* refuses the request: HTTPError: 401 no key"):
             remote_scorer(url, 5, 3)(*ASKED)
         assert len(requests) == 1
+    one = (200, '{"rewards": [1]}')
+    with server([(401, "")]) as (closed, asked), server([one, one]) as (good, _):  # another server takes its part
+        assert remote_scorer(f"{closed},{good}", 5, 3)(*ASKED)[0] == [1.0, 1.0]
+        assert len(asked) == 1
     with server([(429, ""), GOOD]) as (url, requests):
         assert remote_scorer(url, 5, 1, pause=0.01)(*ASKED)[0] == [1.0, 2.5]
     with pytest.raises(UserError, match="--remote_rm_url: x:1"):

@@ -85,8 +85,8 @@ def remote_scorer(
     one fails, the next one gets its part at once. When all have failed, they are tried again, `retries` times, after
     pauses that double each time. Then each response is asked about alone, once. Those without an answer get a `Failed`.
     A failure is a refused or lost connection, a time-out, a status other than 200, a redirect, or an answer of a wrong
-    form. `timeout` is for a whole answer. A request that a server calls wrong (4xx) is not sent again. It raises UserError,
-    unless texts may be the cause.
+    form. `timeout` is for a whole answer. A request that all servers call wrong (4xx) is not sent again. It raises
+    UserError, unless texts may be the cause.
     """
     addresses = split_urls(urls)
 
@@ -96,13 +96,20 @@ def remote_scorer(
         body, problem = json.dumps(request).encode(), ""
         order = addresses[first:] + addresses[:first]
         for _ in tries(retries, pause):
+            refusals = []
             for url in order:
                 try:
                     return check_scores(f"{FLAG} {url}", _rewards(url, body, timeout, key), len(columns[1]))[0]
                 except TROUBLE as error:
-                    problem = problem_of(error, f"{FLAG} {url}")
+                    try:
+                        problem = problem_of(error, f"{FLAG} {url}")
+                    except UserError as refusal:
+                        refusals.append(refusal)
+                        problem = refusal.found
                 except UserError as error:
                     problem = error.found
+            if len(refusals) == len(order):  # every server calls it wrong, so it is not sent again
+                raise next((refusal for refusal in refusals if isinstance(refusal, Failed)), refusals[0])
         raise given_up(f"{FLAG} {','.join(addresses)}", retries, problem)
 
     def ask_patiently(first: int, columns: tuple[list, ...]) -> list:

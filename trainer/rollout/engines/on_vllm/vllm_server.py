@@ -50,6 +50,10 @@ class LostServer(UserError):
     """A server does not answer, or its engine is dead."""
 
 
+class RefusingServer(LostServer):
+    """A server calls a request wrong (4xx). Another server may take it."""
+
+
 class VLLMServerEngine:
     """A rollout engine, with `generate`, `update_weights`, `sleep` and `wake`. No method communicates with other ranks."""
 
@@ -186,7 +190,7 @@ class VLLMServerEngine:
         """A completion of each prompt, in order. See `HFEngine.generate` for `seeds`, `limits` and `interrupted`.
 
         Threads may call it at the same time. Raises LostServer if no server is left that holds the weights of the last
-        update.
+        update, and UserError if all servers refuse the request.
         """
         own_seeds = list(seeds) if sampling.temperature else [None] * len(prompts)
         most = list(limits) or [sampling.max_new_tokens] * len(prompts)
@@ -204,7 +208,10 @@ class VLLMServerEngine:
                     self._note_gone(url, error)
                 finally:
                     router.give(url)
-            raise self._gone[urls[0]]
+            problems = [self._gone[url] for url in urls]
+            if all(isinstance(problem, RefusingServer) for problem in problems):
+                raise UserError(*problems[0].args)  # waiting for a server helps nothing
+            raise problems[0]
 
         with ThreadPoolExecutor(self.concurrency) as pool:
             futures = [pool.submit(complete, one) for one in zip(prompts, own_seeds, most)]
@@ -283,7 +290,7 @@ class VLLMServerEngine:
         try:
             return post_json(url + path, body, timeout, self._key, **sizes)
         except urllib.error.HTTPError as error:
-            kind = LostServer if error.code >= 500 else UserError
+            kind = LostServer if error.code >= 500 else RefusingServer
             raise kind(FLAG, f"{url}{path}: status {error.code} {error.reason}", "a server of serve_engine") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise LostServer(FLAG, f"{url}{path}: {error}", "a running server of serve_engine") from None
