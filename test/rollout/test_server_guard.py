@@ -69,6 +69,16 @@ def test_a_call_is_one_of_two_methods(client, body, status):
     assert answer.status_code == status and (status != 200 or answer.text == body)
 
 
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_a_web_page_may_not_ask(client, key):
+    """A page can send a POST of plain text to loopback. Browsers then send an Origin, also `null`."""
+    server_guard.guard_with(key)
+    for origin in ("https://a.example", "null", "http://127.0.0.1:8000"):
+        headers = {**KEY, "Origin": origin, "Content-Type": "text/plain"}
+        answer = client.post("/collective_rpc", content='{"method": "receive_trainer_weights"}', headers=headers)
+        assert answer.status_code == 403 and "web page" in answer.text
+
+
 def test_a_process_that_knows_no_key_answers_nobody(client):
     assert client.post("/collective_rpc", json={"method": "facts_for_trainer"}).status_code == 503
 

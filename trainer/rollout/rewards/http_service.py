@@ -57,6 +57,8 @@ class Door:
 
         async def endpoint(request: Request) -> Response:
             try:
+                if "Origin" in request.headers:  # a page in a browser of this machine, which needs no key on loopback
+                    raise Refused(403, "a web page may not ask")
                 if (key := self._limits.api_key) and not any(
                     secrets.compare_digest(given.encode(), key.encode()) for given in keys_of(request)
                 ):

@@ -47,7 +47,10 @@ class Guard:
     def _status(self, scope: dict) -> int:
         if _key is CLOSED:
             return 503
-        given = dict(scope["headers"]).get(b"authorization", b"")
+        headers = dict(scope["headers"])
+        if b"origin" in headers:  # a page in a browser of this machine; no client of ours sends it
+            return 403
+        given = headers.get(b"authorization", b"")
         if _key is not None and not secrets.compare_digest(given, f"Bearer {_key}".encode()):
             return 401
         return 200 if scope["path"] in PATHS and scope["method"] == "POST" else 404
@@ -76,7 +79,11 @@ async def _checked_call(receive: Callable) -> tuple[int, Callable]:
 
 
 async def _refuse(status: int, send: Callable) -> None:
-    reason = {401: "the header Authorization: Bearer KEY is missing or wrong", 404: "closed", 403: "no such method"}
+    reason = {
+        401: "the header Authorization: Bearer KEY is missing or wrong",
+        404: "closed",
+        403: "no such method, or a web page asks",
+    }
     body = json.dumps({"error": reason.get(status, "refused")}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
