@@ -23,7 +23,7 @@ from trainer.datasets.conversations.control_tokens import (
 )
 from trainer.datasets.conversations.difference_masks import REMEDY, difference_spans
 from trainer.datasets.conversations.lost_characters import lost_letters
-from trainer.datasets.conversations.messages import THOUGHTS, TRAIN
+from trainer.datasets.conversations.messages import THOUGHTS, TRAIN, reads
 from trainer.datasets.conversations.rendering import FLAG, chat_template, note_of_choice, render, templates_by_name
 from trainer.datasets.conversations.shown_texts import check_shown
 from trainer.datasets.conversations.tool_arguments import fit_arguments
@@ -351,7 +351,9 @@ def _check_span(tokenizer: Any, template: str, message: dict, turn: int, shown: 
         )
 
     masked, answer = _squash(tokenizer, shown), as_shown(message.get("content") or "")
-    thoughts = [as_shown(message[key]) for key in THOUGHTS if isinstance(message.get(key), str)]
+    # `messages_of` refuses those that no template reads
+    read = [key for key in THOUGHTS if isinstance(message.get(key), str) and reads(template, key)]
+    thoughts = [as_shown(message[key]) for key in read]
     names = [as_shown((call.get("function") or call).get("name") or "") for call in message.get("tool_calls") or []]
     if any(text not in masked for text in (answer, *thoughts)) or any(
         masked.count(name) < names.count(name) for name in names
