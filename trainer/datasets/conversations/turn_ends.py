@@ -61,7 +61,7 @@ def openings_of(tokenizer: Any) -> tuple[str, ...]:
         try:
             before, mark, after = render(tokenizer, messages, tokenize=False).partition(MARK)
         except Exception:  # a template may refuse this conversation in any way, with errors of its own
-            continue
+            break
         if mark:
             tokens = pattern.findall(before) if pattern else []
             ends = pattern.findall(after)[:1] if pattern else []  # a system text of the template has one too
