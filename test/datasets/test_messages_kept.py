@@ -16,6 +16,7 @@ from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.datasets.shapes.notes import Notes
 from trainer.datasets.shapes.read_row import ReadRow
+from trainer.datasets.shapes.row_reader import SFT, RowReader
 from trainer.errors import UserError
 
 COMMON = {"flag": "--dataset", "input_template": None, "apply_chat_template": False, "max_len": 4000}
@@ -203,6 +204,14 @@ def test_pairs_that_begin_with_a_role():
     for talk in ([["q", "a"], ["ai", "b"]], [["user", "q"], ["q", "a"]], [["q", "a"], ["system", "x"]]):
         with pytest.raises(UserError, match="may be a role or a question"):
             messages_of(talk, "row")
+
+
+def test_a_lone_answer_that_becomes_a_text_keeps_its_keys_or_is_refused():
+    reader = RowReader(SFT)
+    read = reader.read({"messages": [{**ANSWER, "id": "x"}]})
+    assert read["text"] == "a" and read.notes.keys == {"id"}
+    with pytest.raises(UserError, match="does not read its key 'reasoning_content'"):
+        reader.read({"messages": [{**ANSWER, "reasoning_content": "SECRET"}]})
 
 
 def test_counts_are_added_up_over_rows():

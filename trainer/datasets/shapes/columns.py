@@ -25,7 +25,6 @@ CHOSEN = ("chosen", "chosen_response", "preferred_output")
 REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
 BESIDE_ANSWER = "rejected_response"  # ms-swift: then an answer is the chosen one
 LABELS = ("label", "kto_tag")  # true for a good answer
-REFERENCES = ("reward_model.ground_truth", "reward_spec.ground_truth")  # of prompts: verl, SkyRL
 WRITE_PAIRS = "rows of prompt, chosen and rejected"
 # columns of public sets whose rows are not read as they are, and the rows to write
 OTHER_SETS = {

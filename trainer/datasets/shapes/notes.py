@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 NOTE = "note"  # the column of a tokenized row that holds its note
 SEPARATOR = "\t"
@@ -29,11 +28,6 @@ class Notes:
         """The note as a column has it. Few different notes exist in a set."""
         sets = (self.columns, self.keys, self.lost, self.left_out, self.marks)
         return SEPARATOR.join([self.shape, *(", ".join(sorted(names)) for names in sets), *sorted(self.facts)])
-
-
-def summary_of(samples: Any) -> tuple[list[str], set[str]]:
-    """`summary_of_notes` for the notes of tokenized rows."""
-    return summary_of_notes(name for batch in samples.select_columns([NOTE]).iter(10_000) for name in batch[NOTE])
 
 
 def summary_of_notes(notes: Iterable[str]) -> tuple[list[str], set[str]]:

@@ -188,7 +188,7 @@ def _whole(columns: Columns, prompt: PromptPart, notes: Notes, named: bool) -> _
     """A conversation with its answers. A lone message of the assistant is a text, as in ms-swift."""
     value = prompt.value
     if len(value) == 1 and is_answer(value[0]) and not named and not columns.filled(TOOLS):
-        [message] = messages_of(value, prompt.where, notes)
+        [message] = messages_of(value, prompt.where, notes, template="")
         if not message.get("tool_calls") and message.get("train", True):
             says = [(f"{prompt.names} (one message of the assistant)", "text, with loss on every token")]
             return _Found("", {"text": message["content"]}, {"text": prompt.where}, says)
