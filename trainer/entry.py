@@ -18,7 +18,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from itertools import pairwise
 
-from trainer.errors import Interrupted, UserError, plain
+from trainer.errors import Interrupted, NothingLeft, UserError, plain
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 EXIT_USER_ERROR = 2
@@ -71,6 +71,9 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
     sys.stdout, sys.stderr = PlainStream(sys.stdout), PlainStream(sys.stderr)
     try:
         main(sys.argv[1:] if argv is None else argv)
+    except NothingLeft as reason:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(reason)
     except KeyboardInterrupt:
         if int(os.environ.get("RANK", 0)) == 0:
             print(Interrupted("stopped by SIGINT; no step was running, so no checkpoint was saved"), file=sys.stderr)

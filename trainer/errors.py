@@ -65,3 +65,7 @@ def one_line(error: BaseException) -> str:
 
 class Interrupted(Exception):
     """A signal asked the run to stop. The message says whether the run could save a checkpoint first."""
+
+
+class NothingLeft(Exception):
+    """The run that a command asks for has ended already. The command ends with exit code 0."""

@@ -4,11 +4,12 @@ import importlib.util
 import os
 from typing import Optional
 
-from trainer.checkpoints.checkpoint_store import checkpoints_to_load
+from trainer.checkpoints.checkpoint_store import LATEST, checkpoints_to_load
+from trainer.checkpoints.ended_run import check_ended
 from trainer.comma_separated import names_in, names_to_check
 from trainer.datasets.files.set_names import check_files, names_on_hub
 from trainer.distributed.mesh_sizes import default_micro_batch_size, validate_batch_sizes
-from trainer.errors import UserError, one_line
+from trainer.errors import UserError, one_line, without_secrets
 from trainer.flags.common_flags import SCHEDULES, LoraArguments, ModelArguments, OutputArguments
 from trainer.flags.parse_flags import check_numbers, check_secrets, flat
 from trainer.flags.rule import knowledge
@@ -169,6 +170,9 @@ def check_files_of(args, is_demo: bool = False) -> None:
         output_folders.check_free(output.output_dir, output.overwrite, resumes)
     if args.checkpoint.load_checkpoint is not None:
         checkpoints_to_load(os.path.join(output.output_dir or "", "checkpoints"), args.checkpoint.load_checkpoint)
+    if args.checkpoint.load_checkpoint == LATEST and not args.checkpoint.verify_resume:
+        saved = output_folders.saved_models(output, output.output_dir, flags.ema_beta is not None)
+        check_ended(output.output_dir or "", without_secrets(flat(args)), saved)
     output_folders.check_rights(output.output_dir or "runs")
     if is_demo:
         return
