@@ -36,8 +36,10 @@ from trainer.exact.sample_sums import Change, change_between, sums_of
 from trainer.exact.split_rows import SplitRows, give_whole_rows
 from trainer.flags.rule import UNKNOWN, defaults_of, first_broken
 from trainer.flags.rules import COMMANDS, RULES
+from trainer.model_folders.adapter_tensors import MergedWeights
 from trainer.models import cpu_matmul
 from trainer.models.attention import exact_attention
+from trainer.strategies.on_deepspeed.zero_loading import read_stretch
 
 self_test.ask_for_fixed_kernels()  # before any product of this process
 
@@ -88,6 +90,46 @@ def test_losses_add_up_exactly_and_keep_their_gradient():
     assert total.dtype == torch.float64
     assert total == sum(map(on_loss_grid, losses.flip(0)))
     assert torch.equal(torch.autograd.grad(total, losses)[0], torch.ones(2000))
+
+
+class Zeros:
+    """The weights of a base model, all zero."""
+
+    def __init__(self, shape: tuple[int, int]):
+        self.shape = shape
+
+    def read(self, name: str, region=None) -> torch.Tensor:
+        return torch.zeros(self.shape)[region or ...]
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+def test_slices_of_a_merged_weight_are_those_of_the_whole(transposed, tmp_path, as_in_a_ring):
+    rows, columns, rank, name = 172, 64, 8, "proj.weight"
+    a, b = spread_values(rank * columns).view(rank, columns), spread_values(rows * rank, seed=1).view(rows, rank)
+    save_file(
+        {f"base_model.model.proj.lora_{k}.weight": v for k, v in (("A", a), ("B", b))},
+        tmp_path / "adapter_model.safetensors",
+    )
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["proj"],
+        "base_model_name_or_path": "x",
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    shape = (columns, rows) if transposed else (rows, columns)
+    weights = MergedWeights(Zeros(shape), str(tmp_path), {name: shape}, transposed)
+    whole = weights.read(name)
+    torch.testing.assert_close(whole, (b @ a).T if transposed else b @ a, rtol=1e-5, atol=1e-5)
+    for ranks in (2, 3, 8):
+        size = -(-rows * columns // ranks)
+        parts = [read_stretch(weights, name, shape, size * rank, size) for rank in range(ranks)]  # as ZeRO 3 does
+        assert torch.equal(torch.cat(parts), whole.flatten())
+        shards = [chunk.tolist() for chunk in torch.arange(shape[1]).chunk(ranks)]  # as tensor parallelism does
+        regions = [(slice(0, shape[0]), slice(shard[0], shard[-1] + 1)) for shard in shards]
+        assert torch.equal(torch.cat([weights.read(name, region) for region in regions], 1), whole)
+    assert weights.read(name, (slice(5, 5), slice(0, shape[1]))).shape == (0, shape[1])  # FSDP2, more ranks than rows
 
 
 def parameter_with_grad(values: torch.Tensor, grad: torch.Tensor) -> torch.nn.Parameter:

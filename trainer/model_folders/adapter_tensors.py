@@ -14,6 +14,7 @@ from trainer.model_folders.adapter_folder import ADAPTER_WEIGHTS, how_to_merge, 
 
 MAGNITUDE = ".lora_magnitude_vector."  # of DoRA: the lengths of the rows of the weight
 NAME = "default"  # peft's name for the only adapter of a model
+BLOCK = 64  # rows of a weight whose update is computed at once
 
 
 def adapter_config(model: torch.nn.Module):
@@ -205,4 +206,15 @@ class MergedWeights:
         a, b = self._updates[name]
         left, right = (a.T, b.T) if self._transposed else (b, a)
         rows, columns = region or (slice(None), slice(None))
-        return weight.float() + self._scale * (left[rows] @ right[:, columns])
+        return weight.float() + self._scale * _rows_of_product(left, right, rows)[:, columns]
+
+
+def _rows_of_product(left: torch.Tensor, right: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return (left @ right)[rows], bitwise the same for any slice.
+
+    The bits of a product depend on its shape. So blocks of BLOCK rows and all columns are computed, as for the whole.
+    """
+    start, stop, _ = rows.indices(len(left))
+    first = start - start % BLOCK
+    blocks = left[first : -(-stop // BLOCK) * BLOCK].split(BLOCK)
+    return torch.cat([block @ right for block in blocks])[start - first : stop - first]
