@@ -12,10 +12,11 @@ from trainer.runs.features.image_runs import IMAGES
 from trainer.runs.features.merged_base import MERGED_BASE
 from trainer.runs.features.module_trace import TRACE_FEATURE
 from trainer.runs.features.precompute import REFERENCE_LOG_PROBS
+from trainer.runs.features.reference import REFERENCE
 from trainer.runs.features.sample_trace import SAMPLE_TRACE
 from trainer.runs.features.streamed_run import STREAMING
 
 FEATURES = (
-    LAYOUT, STREAMING, MERGED_BASE, TEACHER, IMAGES, REFERENCE_LOG_PROBS, EXPERTS, TRACE_FEATURE, ADAPTER, EXACT,
+    LAYOUT, STREAMING, MERGED_BASE, TEACHER, REFERENCE, IMAGES, REFERENCE_LOG_PROBS, EXPERTS, TRACE_FEATURE, ADAPTER, EXACT,
     SAMPLE_TRACE, BEST_MODEL, CERTIFICATE, HUB,
 )  # fmt: skip

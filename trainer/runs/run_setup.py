@@ -12,10 +12,12 @@ from trainer.datasets.conversations.templates import prepare_tokenizer
 from trainer.datasets.demos.demo import make_demo
 from trainer.distributed.collectives import broadcast_object, rank_0_first
 from trainer.distributed.mesh_sizes import validate_batch_sizes
+from trainer.errors import UserError
 from trainer.flags.common_flags import DataArguments
 from trainer.flags.parse_flags import DEMO_DIR, flat
 from trainer.flags.rules import refuse
 from trainer.limits import raise_limits
+from trainer.model_folders.model_folder import read_config
 from trainer.models.added_tokens import folder_with_tokens
 from trainer.models.attention.choice import resolve_attention, setup_attention
 from trainer.models.attention.flash import use_flash_attention_3
@@ -105,6 +107,20 @@ def prepared_tokenizer(folder: str, trust_remote_code: bool, data: DataArguments
 def tokenizer_folder(folder: str, adapter: Optional[str]) -> str:
     """The folder of the tokenizer: that of the adapter if it has one, with its chat template, or of the model."""
     return adapter if adapter and "tokenizer_config.json" in os.listdir(adapter) else folder
+
+
+def check_vocabulary(setup: Setup, name: str, folder: str, flag: str, allowed: str = "", instead: str = "") -> None:
+    """Raise UserError if the tokenizer in `folder`, of the model `name`, has other ids than that of --pretrain.
+
+    A folder without a tokenizer is compared by the number of ids in its config.
+    """
+    if any(file.startswith(("tokenizer", "vocab")) for file in os.listdir(folder)):
+        is_same = load_tokenizer(folder, setup.trust_remote_code).get_vocab() == setup.tokenizer.get_vocab()
+    else:
+        configs = [read_config(place, setup.trust_remote_code).get_text_config() for place in (folder, setup.folder)]
+        is_same = configs[0].vocab_size == configs[1].vocab_size
+    if not is_same:
+        raise UserError(flag, f"{name} has another vocabulary than --pretrain", allowed, instead)
 
 
 def strategy_of(args):

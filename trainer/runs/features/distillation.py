@@ -23,7 +23,7 @@ from trainer.methods.teacher_loss import make_teacher_loss
 from trainer.model_folders.model_folder import read_config
 from trainer.models.losses.distances import Distance
 from trainer.models.model_bounds import bounds_of
-from trainer.models.model_loading import load_tokenizer, resolve_adapted_model
+from trainer.models.model_loading import resolve_adapted_model
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.engines.sync import sync_weights
@@ -32,7 +32,7 @@ from trainer.rollout.placement import write_by_rank_0
 from trainer.runs.feature import Feature
 from trainer.runs.run_data import files_in_errors, load_flag_rows, note_unknown_names, text_options, with_files
 from trainer.runs.run_models import frozen_model
-from trainer.runs.run_setup import Setup
+from trainer.runs.run_setup import Setup, check_vocabulary
 
 PROMPTS_AT_A_TIME = 256  # on each rank; rank 0 gets the answers to so many
 ANSWERS = "answers"  # a folder in the run folder
@@ -91,9 +91,7 @@ def load_teacher(run, name: str) -> tuple[Any, str]:
     """Return (teacher, its folder). The teacher is frozen, and sharded like the model."""
     flags, setup, remote_code = run.args.teacher, run.setup, run.args.model.trust_remote_code
     folder, adapter = rank_0_first(lambda: resolve_adapted_model(name, "--teacher"))
-    if load_tokenizer(folder, remote_code).get_vocab() != setup.tokenizer.get_vocab():
-        found = f"{name} has another vocabulary than --pretrain"
-        raise UserError("--teacher", found, "a model with the same one")
+    check_vocabulary(setup, name, folder, "--teacher", "a model with the same one")
     configs = [read_config(name, remote_code).get_text_config() for name in (folder, setup.folder)]
     if coefficient(flags) and len({config.vocab_size for config in configs}) > 1:
         found = f"{name} has {configs[0].vocab_size} logits, and --pretrain {configs[1].vocab_size}"

@@ -21,6 +21,7 @@ from trainer.runs.features.exact import EXACT_RL
 from trainer.runs.features.hub import HUB
 from trainer.runs.features.image_runs import freeze_vision, images_of, use_images
 from trainer.runs.features.merged_base import MERGED_BASE
+from trainer.runs.features.reference import REFERENCE
 from trainer.runs.rl.rl_engines import build_environments, rollouts_ahead
 from trainer.runs.rl.rl_frozen import frozen_rollouts
 from trainer.training.ema import WeightAverage
@@ -127,6 +128,7 @@ def write_timeline(run) -> None:
 
 RL_FEATURES = (
     EXACT_RL,
+    REFERENCE,
     Feature("preset", lambda run: run.args.advantage.preset, before_data=print_preset),
     Feature("images", lambda run: run.has_images, with_data=read_images, with_model=freeze_vision),
     Feature("deltas", lambda run: run.args.rollout.sync_deltas, with_data=send_deltas),

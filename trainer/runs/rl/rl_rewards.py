@@ -28,7 +28,7 @@ from trainer.rollout.rewards.reward_functions import (
 from trainer.rollout.scoring import TextScores
 from trainer.runs.rl.rl_checks import judge_options
 from trainer.runs.run_models import frozen_model, load_model
-from trainer.runs.run_setup import Setup, tokenizer_folder
+from trainer.runs.run_setup import Setup, check_vocabulary, tokenizer_folder
 
 
 def build_reward(run, make_batches: Callable) -> Callable:
@@ -87,11 +87,10 @@ def _reward_models(args: PPOArguments, setup: Setup, output_dir: str, make_batch
             folder = _with_head(folder, adapter, os.path.join(output_dir, f"initial_reward_{number}"), args)
         check_head(folder, "--reward_pretrain")
         tokenizer = load_tokenizer(tokenizer_folder(folder, adapter), remote_code)
-        if tokenizer.get_vocab() != setup.tokenizer.get_vocab():
-            found = f"{name} has another vocabulary than --pretrain, so it cannot read the policy's tokens"
-            raise UserError(
-                "--reward_pretrain", found, "serve it with python -m trainer.cli.serve_rm, and use --remote_rm_url"
-            )
+        cure = (
+            "It cannot read the policy's tokens: serve it with python -m trainer.cli.serve_rm, and use --remote_rm_url."
+        )
+        check_vocabulary(setup, name, tokenizer_folder(folder, adapter), "--reward_pretrain", instead=cure)
         model = load_model(
             args.model, setup, folder, AutoModelForSequenceClassification, "--reward_pretrain", False, adapter
         )

@@ -9,11 +9,10 @@ from typing import Optional
 from transformers import AutoModelForSequenceClassification
 
 from trainer.distributed.collectives import rank_0_alone, rank_0_first
-from trainer.errors import UserError
 from trainer.flags.data_rules import has_evaluation
 from trainer.flags.rl_flags import PPOArguments
 from trainer.methods.ppo_state import Roles
-from trainer.models.model_loading import load_tokenizer, resolve_adapted_model
+from trainer.models.model_loading import resolve_adapted_model
 from trainer.models.reward import make_initial_reward_model, return_token_scores
 from trainer.rollout.micro_batches import SampleSet, collate_samples
 from trainer.rollout.placement import move, trained_by
@@ -91,11 +90,6 @@ def build_reference(run: RLRun):
     if flags.ref_model:
         flag = "--teacher" if flags.teacher else "--ref_model"
         folder, adapter = rank_0_first(lambda: resolve_adapted_model(flags.ref_model, flag))
-    if flags.teacher:
-        tokenizer = load_tokenizer(folder, run.args.model.trust_remote_code)
-        if tokenizer.get_vocab() != setup.tokenizer.get_vocab():
-            found = f"{flags.teacher} has another vocabulary than --pretrain"
-            raise UserError("--teacher", found, "a model with the same one")
     return frozen_model(setup, run.load(folder, flag, False, adapter), flags.offload_ref)
 
 
