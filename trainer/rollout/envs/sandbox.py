@@ -205,7 +205,7 @@ def confine(box: Box, trees: Trees, kept: int) -> None:
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
     _drop_rights()
-    _filtercalls()
+    _filter_calls()
 
 
 # --- files
@@ -334,7 +334,7 @@ def _drop_rights() -> None:
     _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # a change of the user closes a process's own files in /proc
 
 
-def _filtercalls() -> None:
+def _filter_calls() -> None:
     program = call_filter()
     held = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(held))  # struct sock_fprog
