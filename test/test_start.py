@@ -57,7 +57,7 @@ def test_a_signal_to_the_command_trainer_ends_its_ranks(demo):
     flags = [*MODEL, *DATA, "--max_steps", "9999", "--output_dir", "stopped", "--param_dtype", "fp32"]
     command = [sys.executable, "-m", "trainer.cli", "sft", "--nproc", "2", *flags]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=demo, start_new_session=True, **streams)
+    process = subprocess.Popen(command, cwd=demo, start_new_session=True, env=_environment(), **streams)
     lines = []
     for line in process.stdout:
         lines.append(line)
