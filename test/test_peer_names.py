@@ -57,6 +57,12 @@ def test_no_name_is_answered_twice_and_none_is_a_flag_already():
     [
         ("train_sft", "gradient_accumulation_steps", ["x accumulation x ranks: --train_batch_size 32"]),
         ("train_sft", "model_name_or_path", ["--pretrain"]),
+        ("train_sft", "use_lora", ["a rank makes it LoRA: --lora_rank 16"]),
+        ("train_sft", "data", ["--dataset"]),
+        ("train_ppo", "epochs", ["--num_episodes"]),
+        ("train_sft", "num_gpus", ["--nproc_per_node"]),
+        ("train_dpo", "reference_free", ["simpo and orpo have no reference"]),
+        ("train_ppo", "gae_lambda", ["--lambd"]),
         ("train_sft", "num_train_epochs", ["--max_epochs"]),
         ("train_ppo", "num_train_epochs", ["--num_episodes"]),
         ("train_ppo", "max_length", ["--prompt_max_len and --generate_max_len"]),
@@ -94,6 +100,29 @@ def test_a_name_like_another_of_another_meaning_is_no_guess():
     assert misspelled("top_n", FLAGS["train_ppo"]) == ""  # --top_p and --top_k are as near
     assert misspelled("learningrate", FLAGS["train_sft"]) == "learning_rate"
     assert misspelled("gradeint_checkpoiting", FLAGS["train_sft"]) == "gradient_checkpointing"
+
+
+FIRST_TRIES = """epochs data max_seq_len grad_accum tp_size model_path pipeline_parallel_size num_gpus use_lora"""
+OF_METHODS = {"train_dpo": "reference_model reference_free kl_coef"}
+OF_METHODS["train_ppo"] = "reward_model_path reference_model kl_coef group_size gae_lambda"
+
+
+@pytest.mark.parametrize("command", ["train_sft", *OF_METHODS])
+def test_what_people_try_first_is_answered_without_a_guess(command):
+    for name in f"{FIRST_TRIES} {OF_METHODS.get(command, '')}".split():
+        found = refused(command, f"--{name}", "1")
+        assert "see --help" not in found and "did you mean" not in found, found
+
+
+def test_a_batch_is_answered_once():
+    found = refused("train_sft", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4")
+    assert found.count("--train_batch_size 32") == 1 and "--micro_train_batch_size 8" in found, found
+
+
+def test_a_section_of_a_file_is_no_name(tmp_path):
+    (tmp_path / "run.yaml").write_text("data: {train_files: a.parquet}\n")
+    found = refused("train_sft", "--config", str(tmp_path / "run.yaml"))
+    assert "data.train_files" in found and "--dataset" in found, found
 
 
 def test_several_unknown_flags_are_told_at_once():

@@ -257,7 +257,9 @@ def test_flags_that_the_mode_would_ignore_are_refused():
         ),
     ):
         assert found.where == wanted and found.instead.endswith(".")
-    assert "no chat template" in error_of(chat, tiny()).found
+    missing = error_of(chat, tiny())
+    assert missing.where == "--tokenizer_chat_template" and "no chat template" in missing.found
+    assert missing.allowed.startswith("chatml ")
     assert "eos" in error_of(rows, tiny(eos=None), **keys).found
 
 

@@ -19,7 +19,8 @@ UNDEFINED = re.compile(r"'(\w+)' is undefined")
 def chat_template(tokenizer: Any, tools: list | None = None) -> str:
     """The template that renders a conversation with or without tools. Raises UserError if there is none."""
     if not tokenizer.chat_template:
-        raise UserError("--apply_chat_template", "the tokenizer has no chat template", f"a template via {FLAG}")
+        found = "missing, and the tokenizer has no chat template for turns"
+        raise UserError(FLAG, found, "chatml or another name, a file, a Jinja text")
     if isinstance(tokenizer.chat_template, list):
         getattr(tokenizer, "of_texts", tokenizer).chat_template = templates_by_name(tokenizer)
     try:

@@ -1,6 +1,7 @@
 """What a row of the tables of names is, and the trainers whose names they have.
 
 The names are from the arguments of TRL 1.16, transformers 5.19, LLaMA-Factory, axolotl, OpenRLHF (both generations), verl, ms-swift.
+"Other names" are what people try first, whatever trainer they know.
 docs/coming_from.md is written from this table.
 """
 
@@ -14,6 +15,7 @@ PEERS = {
     "O": "OpenRLHF",
     "V": "verl",
     "S": "ms-swift",
+    "X": "Other names",
 }
 
 SFT, RM, DPO, PPO, ONLINE = "train_sft", "train_rm", "train_dpo", "train_ppo", "train_dpo --online"

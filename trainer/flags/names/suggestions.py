@@ -121,10 +121,11 @@ def misspelled(name: str, known: Iterable[str]) -> str:
 
 
 def leaves(values: dict[str, Any], known: Iterable[str], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of a YAML mapping's keys that are no flags. Those of nested mappings are paths, unless the table has the mapping."""
+    """(key, value) of a YAML mapping's keys that are no flags. Those of nested mappings are paths, unless the table has the mapping, and no section of verl has its name."""
     for name, value in values.items():
         full = f"{path}{name}"
-        if isinstance(value, dict) and value and not any(full in row.names.split() for row in ROWS):
+        is_row = full not in SECTIONS and any(full in row.names.split() for row in ROWS)
+        if isinstance(value, dict) and value and not is_row:
             yield from leaves(value, (), f"{full}.")
         elif full not in known:
             yield full, value
