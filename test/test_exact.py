@@ -1,11 +1,13 @@
 """--exact: sums that no order changes, an optimizer step that no place changes, and equal bits of whole runs."""
 
+import contextlib
 import functools
 import itertools
 import json
 import math
 import re
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from trainer.compare.runs.exact_bits import bits_of, first_difference
 from trainer.errors import UserError
 from trainer.exact import exact_products, self_test
 from trainer.exact.exact_adamw import ExactAdamW, with_single_roundings
+from trainer.exact.exact_losses import with_exact_sums
 from trainer.exact.exact_reduction import flat_cut
 from trainer.exact.exact_sums import (
     GRADIENT_GRID,
@@ -40,6 +43,7 @@ from trainer.model_folders.adapter_tensors import MergedWeights
 from trainer.models import cpu_matmul
 from trainer.models.attention import exact_attention
 from trainer.strategies.on_deepspeed.zero_loading import read_stretch
+from trainer.training.loop import forward_backward
 
 self_test.ask_for_fixed_kernels()  # before any product of this process
 
@@ -90,6 +94,38 @@ def test_losses_add_up_exactly_and_keep_their_gradient():
     assert total.dtype == torch.float64
     assert total == sum(map(on_loss_grid, losses.flip(0)))
     assert torch.equal(torch.autograd.grad(total, losses)[0], torch.ones(2000))
+
+
+class Rank:
+    """One of two ranks. `others` are the totals of the other one, which are added to its own."""
+
+    def __init__(self, others: float = 0.0):
+        self.totals, self.others = None, others
+
+    def all_reduce(self, totals: torch.Tensor) -> torch.Tensor:
+        self.totals = totals
+        return totals + self.others
+
+
+def test_the_loss_of_many_tokens_is_the_exact_sum_on_any_number_of_ranks():
+    losses = [on_loss_grid(value) for value in spread_values(512, seed=11).double() / 3 + 2048 * 11]
+
+    def plain(model, sample: dict) -> tuple:
+        return losses[sample["row"]], torch.tensor(1), {"same": losses[sample["row"]]}
+
+    def found(rank: Rank, rows: range, loss_fn) -> dict:
+        batch = SimpleNamespace(micro_batches=[{"row": row} for row in rows], num_targets=512)
+        return forward_backward(rank, None, batch, loss_fn, train=False)[0]
+
+    expected = float(sum(Fraction(loss.item()) for loss in losses))
+    exact = with_exact_sums(plain)
+    assert expected > 2**23 and sum(losses) != expected  # one fp64 sum is not exact
+    assert found(Rank(), range(512), exact) == {"loss": expected, "same": expected}
+    with contextlib.suppress(RuntimeError):  # half of the targets
+        found(first := Rank(), range(100), exact)
+    assert found(Rank(first.totals), range(100, 512), exact) == {"loss": expected, "same": expected}
+    losses[7] = torch.tensor(math.inf)
+    assert found(Rank(), range(512), plain)["loss"] == math.inf
 
 
 class Zeros:

@@ -7,7 +7,7 @@ import torch
 GRADIENT_GRID = 2.0**-48  # of a mean gradient; below it, Adam's eps of 1e-8 hides any difference
 GRADIENT_LIMIT = 2.0**15  # 63 bits hold sums up to here
 PIECE = 1 << 15  # elements that are added at a time
-LOSS_GRID = 2.0**-30  # of a sum of losses; fp64 holds sums up to 2^23
+LOSS_GRID = 2.0**-30  # of the loss of a sample, which fp64 holds up to 2^23; `forward_backward` adds up samples
 
 
 def to_grid(values: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,8 @@ def forward_backward(strategy, model, batch, loss_fn: LossFunction, train: bool)
 
     Returns the sums over the global batch, and its count. The sums are "loss" and the method's metrics, as floats or
     MetricSums of floats (one all-reduce over dp x sp, one more for a TwoPassLoss). The global count is the only
-    denominator of the loss and of every gradient.
+    denominator of the loss and of every gradient. Whole numbers and fractions are added up apart: so numbers on the grid
+    of --exact have an exact sum, of any size.
     """
     if isinstance(loss_fn, TwoPassLoss):
         sums = first_pass_sums(strategy, model, batch, loss_fn.first_pass)
@@ -90,11 +91,13 @@ def forward_backward(strategy, model, batch, loss_fn: LossFunction, train: bool)
             loss_sum, count, *metrics = loss_fn(model, micro_batch)
         kinds = _as_metric_sums({"loss": loss_sum, **(metrics[0] if metrics else {})})
         parts = [count, *(part for kind in kinds.values() for part in kind.parts())]
-        totals = totals + torch.stack([part.detach().double() for part in parts])
+        numbers = torch.stack([part.detach().double() for part in parts])
+        whole = numbers.floor()
+        totals = totals + torch.stack([whole, (numbers - whole).nan_to_num(0.0)])  # of infinity, only `whole` is one
         if train:
             is_last = number == len(batch.micro_batches)
             strategy.backward(loss_sum, model, num_targets=max(batch.num_targets, 1), is_last=is_last)
-    num_targets, *numbers = strategy.all_reduce(totals).tolist()
+    num_targets, *numbers = strategy.all_reduce(totals).sum(0).tolist()
     if num_targets != batch.num_targets:
         raise RuntimeError(f"the loss counted {num_targets} targets, but the global batch has {batch.num_targets}")
     return _with_numbers(kinds, numbers), batch.num_targets
