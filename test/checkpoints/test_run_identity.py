@@ -81,6 +81,23 @@ def test_another_value_of_each_flag_is_refused_or_told_or_only_about_output(comm
     assert compare(before, before) == []
 
 
+def test_a_resume_with_other_bits_is_refused_with_exact_only():
+    exact, plain = record("train_sft", exact=True, cpu_matmul="mkl"), record("train_sft")
+    for flags in ({"cpu_matmul": "onednn"}, {"cpu_matmul": "mkl", "attn_implementation": "eager"}):
+        now, name = record("train_sft", exact=True, **flags), list(flags)[-1]
+        with pytest.raises(
+            UserError, match=f"--{name}: {flags[name]} now, but step_8 .* --allow_change {name}: another"
+        ):
+            compare(exact, now)
+        assert [line.split()[0] for line in compare(exact, now, name)] == [name]
+        assert name in [line.split()[0] for line in compare(plain, record("train_sft", **flags))]  # no promise
+    assert compare(exact, record("train_sft", exact=True, cpu_matmul="mkl", attn_implementation="sdpa")) == []  # auto's
+    for before, now in ((exact, plain), (plain, exact)):
+        with pytest.raises(UserError, match="--allow_change exact: another objective"):
+            compare(before, now)
+        assert len(compare(before, now, "exact")) == 2  # and cpu_matmul, which is told
+
+
 def test_what_is_told_and_refused_in_words():
     told = compare(record("train_sft", learning_rate=0.002), record("train_sft", learning_rate=0.9, max_steps=9))
     assert told == ["max_steps nothing -> 9", "learning_rate 0.002 -> 0.9"]

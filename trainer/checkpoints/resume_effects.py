@@ -32,7 +32,7 @@ EFFECTS: dict[str, str] = {
     FIXED: """
         streaming streaming_buffer curriculum optim add_tokens lora_rank target_modules lora_experts use_dora online""",
     OBJECTIVE: """
-        train_batch_size seed no_shuffle rollout_batch_size n_samples_per_prompt
+        exact train_batch_size seed no_shuffle rollout_batch_size n_samples_per_prompt
         lora_alpha lora_dropout use_rslora load_in_4bit merge_adapter multiturn train_on pretrain_mode aux_loss_coef expert_bias_update_rate freeze_vision
         teacher_answers generate_max_len temperature kd_coef kd_temperature kd_loss kd_beta kd_top_k teacher_weights
         loss loss_weights center_rewards_coef value_head_prefix margin_key beta f_divergence f_alpha label_smoothing
@@ -53,7 +53,7 @@ EFFECTS: dict[str, str] = {
     COURSE: """
         max_epochs max_steps num_episodes learning_rate vision_learning_rate critic_learning_rate lr_scheduler
         lr_warmup_ratio warmup_steps min_lr_ratio adam_betas adam_eps weight_decay fp8 max_norm max_skipped_steps param_dtype compute_fp32_loss
-        reduce_dtype exact deterministic trust_remote_code limits remote_rm_url judge_url judge_timeout judge_retries judge_cache reward_timeout remote_rm_timeout remote_rm_retries max_failed_share max_logprob_diff
+        reduce_dtype deterministic trust_remote_code limits remote_rm_url judge_url judge_timeout judge_retries judge_cache reward_timeout remote_rm_timeout remote_rm_retries max_failed_share max_logprob_diff
         env_timeout env_sandbox env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths preset
         eval_dataset eval_dataset_flags eval_split max_eval_samples best_metric_key early_stopping_patience eval_samples eval_temperature eval_top_p eval_source_key""",
     LAYOUT: """
@@ -72,6 +72,8 @@ EFFECTS: dict[str, str] = {
 }
 
 EFFECT_OF: dict[str, str] = {flag: effect for effect, flags in EFFECTS.items() for flag in flags.split()}
+
+BITS = {"cpu_matmul", "attn_implementation"}  # with --exact, these decide the bits of a run
 
 # what a run uses if a flag without a default is not given, from its other flags
 FOLLOWS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -93,12 +95,19 @@ def in_effect(flags: dict[str, Any]) -> dict[str, Any]:
     used = dict(flags)
     for name in used.keys() & FOLLOWS.keys():
         used[name] = FOLLOWS[name](flags) if flags[name] is None else flags[name]
+    if used.get("exact") and used["attn_implementation"] == "auto":
+        used["attn_implementation"] = "sdpa"
     used |= {name: None for name in used.keys() & set(WEIGHTS) if set(used[name] or ()) == {1}}
     if used.get("target_modules") == "all-linear":
         used["target_modules"] = None
     if names := used.get("target_modules"):
         used["target_modules"] = ",".join(sorted(set(names_in(names))))
     return used
+
+
+def effect_of(flag: str, old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The effect of another value of `flag` in a resume from flags `old` with flags `new`. --exact promises equal bits."""
+    return OBJECTIVE if flag in BITS and old.get("exact") and new.get("exact") else EFFECT_OF[flag]
 
 
 def check_allowed(allowed: Iterable[str], command: type) -> list[str]:

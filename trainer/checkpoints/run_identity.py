@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.checkpoints.resume_effects import EFFECT_OF, FIXED, OBJECTIVE, OUTPUT, SAMPLES, in_effect
+from trainer.checkpoints.resume_effects import EFFECT_OF, FIXED, OBJECTIVE, OUTPUT, SAMPLES, effect_of, in_effect
 from trainer.errors import UserError
 
 LATER = ("stop_ids", "image_processor", "remote_code", "rows")  # facts that older records lack: not compared then
@@ -87,7 +87,7 @@ def changes(folder: str, before: dict, now: dict, defaults: dict, allowed: Itera
             raise fixed(folder, change)
     contents = [change for flag in now["content"] for change in _of_content(flag, before, now)]
     strict = {OBJECTIVE, SAMPLES} if now["flags"].get("streaming") else {OBJECTIVE}  # no hash of all streamed samples
-    refused = [c for c in flags if EFFECT_OF[c.name] in strict and c.name not in allowed]
+    refused = [c for c in flags if effect_of(c.name, old, new) in strict and c.name not in allowed]
     refused += [c for c in contents if c.name.split()[0] not in allowed]
     if refused:
         raise _refusal(folder, refused)
