@@ -1,6 +1,5 @@
 """Names on the hub are asked for in one request, before libraries load. The hub is played by its client's own errors."""
 
-import os
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
+from launch import _environment
 
 from trainer.datasets.files.set_names import names_on_hub
 from trainer.errors import UserError
@@ -72,7 +72,12 @@ def test_names_of_repositories_among_those_of_files(tmp_path):
 
 def test_without_a_network_the_answer_comes_at_once(tmp_path):
     """Nothing listens at the address of the hub. The libraries would ask six times, within 23 seconds."""
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    environment = {
+        **_environment(),
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path),
+    }
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
     sets = {"--pretrain": ["--dataset", "rows.jsonl", "--pretrain", "a/b"], "--dataset": ["--dataset", "a/b"]}
     (tmp_path / "model").mkdir()
