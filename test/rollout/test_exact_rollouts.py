@@ -1,17 +1,27 @@
 """--exact with rollouts: generated tokens have the log-probs of training, and runs of RL have equal bits on every layout."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from launch import read_steps, train_many
 
 from trainer.compare.runs.exact_bits import bits_of, first_difference
 from trainer.datasets.demos.demo import make_demo
+from trainer.errors import UserError
 from trainer.exact import self_test
 from trainer.exact.block_attention import block_attention
+from trainer.flags.parse_flags import from_flat
+from trainer.flags.rl_flags import PPOArguments
+from trainer.flags.rule import UNKNOWN, defaults_of, first_broken
+from trainer.flags.rules import COMMANDS
+from trainer.flags.training_rules import EXACT_ROLLOUT_RULES
+from trainer.methods.rollout_facts import check_log_probs
 from trainer.models.attention.exact_rows import log_softmax_in_pieces
+from trainer.runs.features import exact
 
 self_test.ask_for_fixed_kernels()
 
@@ -88,3 +98,19 @@ def test_rollouts_equal_training_and_layouts_have_equal_bits(tmp_path):
     assert first_difference(expected, bits_of(tmp_path / "f")) == "samples differ first in rollout 1"
     rollouts.write_text("\n".join(rows[:32]))
     assert first_difference(expected, bits_of(tmp_path / "f")) == "samples differ first in rollout 2"
+
+
+def test_what_could_part_rollouts_is_refused_or_ends_the_run(monkeypatch):
+    defaults = defaults_of(COMMANDS.values())
+    base = {**defaults, **UNKNOWN, "exact": True, "advantage_estimator": "group_norm", "reward_func": "exact_match"}
+    assert first_broken(EXACT_ROLLOUT_RULES, base, defaults) is None
+    for more in ({"remote_rm_url": "http://a"}, {"reward_func": "math,judge"}, {"cpu_matmul": "onednn"}):
+        line = str(first_broken(EXACT_ROLLOUT_RULES, base | more, defaults))
+        assert line.startswith(f"--exact with --{next(iter(more))} "), line
+    check_log_probs(0.0, 0.0)
+    with pytest.raises(UserError, match=r"--exact .* differ by 1e-09 in the mean"):
+        check_log_probs(1e-9, 0.0)
+    run = SimpleNamespace(args=from_flat(PPOArguments, {"exact": True}))
+    monkeypatch.setattr(exact, "ask_for_fixed_kernels", lambda: None)
+    exact.EXACT_RL.before_setup(run)
+    assert (run.args.scores.max_failed_share, run.args.rollout.max_logprob_diff) == (0.0, 0.0)

@@ -44,7 +44,7 @@ def self_test(splits_rows: bool = False, decodes: bool = False) -> None:
     _compare(plain, dict(_results(_aligned)), "from one call to the next", "Remove the flag.")
     _compare(plain, dict(_results(_shifted)), "with the place in memory", "Take another --cpu_matmul, or remove it.")
     if splits_rows:
-        _compare_rows()
+        _compare_rows("Remove the flag: rollouts need this." if decodes else "Set --ring_attn_size to 1.")
     if decodes:
         _compare_decoding()
     for rank, other in enumerate(gather_objects(plain)):
@@ -57,7 +57,7 @@ def _compare(plain: dict[str, str], other: dict[str, str], how: str, instead: st
             raise UserError("--exact", f"{name} changes on this machine {how}", instead=instead)
 
 
-def _compare_rows() -> None:
+def _compare_rows(instead: str) -> None:
     for _, inner, outer in PRODUCTS:
         generator = torch.Generator().manual_seed(0)
         rows, weight = (torch.randn(shape, generator=generator) for shape in ((8 * ROWS, inner), (outer, inner)))
@@ -65,7 +65,7 @@ def _compare_rows() -> None:
             parts = [F.linear(part, factor) for part in rows.split([ROWS, 5 * ROWS, 2 * ROWS])]
             if not torch.equal(F.linear(rows, factor), torch.cat(parts)):
                 found = f"a product with {inner} x {outer} changes on this machine with the number of rows"
-                raise UserError("--exact", found, instead="Set --ring_attn_size to 1.")
+                raise UserError("--exact", found, instead=instead)
 
 
 def _compare_decoding() -> None:

@@ -95,7 +95,7 @@ class RolloutArguments:
     max_logprob_diff: float = arg(
         1.0,
         "end the run if log-probs of the engine and of training differ by more in the mean of a rollout; inf: never",
-        type="PositiveFloat",
+        type="NonNegativeFloat",
     )
     rollouts_from: Optional[str] = arg(
         None,

@@ -167,6 +167,9 @@ def check_log_probs(difference: float, limit: float) -> None:
     large, also where each weight arrived: engines keep values that they once derived from weights.
     """
     if difference > limit or (math.isnan(difference) and limit < math.inf):
+        if not limit:
+            found = f"log-probs of the engine and of training differ by {difference:.3g} in the mean"
+            raise UserError("--exact or --max_logprob_diff 0", found, instead="Remove the flag, or report this model.")
         found = f"{limit:g}, but log-probs of the engine and of training differ by {difference:.3g} in the mean"
         raise UserError(
             "--max_logprob_diff", found, instead="Its weights are not those of the policy: try --rollout_engine hf."

@@ -18,10 +18,23 @@ def run_single_samples(run) -> None:
     run.args = with_flags(run.args, **fixed)
 
 
+def hold_rollouts_to_bits(run) -> None:
+    """Also end the run at the first sample without a score, and at any difference between engine and training.
+
+    A sample that is left out for its time would make the speed of a rank decide what is trained.
+    """
+    run_single_samples(run)
+    run.args = with_flags(run.args, max_failed_share=0.0, max_logprob_diff=0.0)
+
+
 def check_machine(run) -> None:
     rolls_out = run.setup.rolls_out  # a decoded token is a row of its own
     self_test(splits_rows=rolls_out or run.setup.sp_group is not None, decodes=rolls_out)
     run.setup.strategy.print("exact: each sample is a micro-batch of its own; flags about micro-batches change nothing")
+    if rolls_out:
+        run.setup.strategy.print(
+            "exact: --max_failed_share and --max_logprob_diff are 0, so nothing is left out or drifts"
+        )
     run.setup.strategy.print(
         "exact: one thread for each rank; OMP_NUM_THREADS changes nothing, since MKL's bits need it"
     )
@@ -55,7 +68,7 @@ EXACT = Feature(
 EXACT_RL = Feature(
     "exact",
     lambda run: run.args.layout.exact,
-    before_setup=run_single_samples,
+    before_setup=hold_rollouts_to_bits,
     before_data=check_machine,
     with_data=decode_exactly,
     with_model=fix_order,
