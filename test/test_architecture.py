@@ -192,7 +192,7 @@ def test_only_dates_come_from_the_clock_that_can_be_set():
 
 def test_names_with_commas_are_split_in_one_place():
     splitters = {path.stem for path in PACKAGE.rglob("*.py") if '.split(",")' in path.read_text()}
-    numbers_and_settings = {"mixing", "judge_modes", "doctor_machine"}
+    numbers_and_settings = {"text_flags", "judge_modes", "doctor_machine"}
     refuses_empty_ones = {"added_tokens"}  # the user may mean the token ","
     assert splitters == {"comma_separated"} | numbers_and_settings | refuses_empty_ones
 

@@ -8,9 +8,11 @@ from trainer.checkpoints.checkpoint_store import LATEST, checkpoints_to_load
 from trainer.checkpoints.ended_run import check_ended
 from trainer.comma_separated import names_in, names_to_check
 from trainer.datasets.files.set_names import check_files, names_on_hub
+from trainer.datasets.text_flags import check_text_flags
 from trainer.distributed.mesh_sizes import default_micro_batch_size, validate_batch_sizes
 from trainer.errors import UserError, one_line, without_secrets
 from trainer.flags.common_flags import SCHEDULES, LoraArguments, ModelArguments, OutputArguments
+from trainer.flags.names.loss_names import TABLES, check_loss_names
 from trainer.flags.parse_flags import check_numbers, check_secrets, flat
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS, refuse
@@ -48,6 +50,9 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool
     start_from_adapter(args.model, args.lora)
     args.optimizer.learning_rate = rate_of(command, args.optimizer.learning_rate, args.lora.lora_rank)
     refuse(command, args, is_demo=is_demo, **facts)
+    if command in TABLES:
+        check_loss_names(command, flat(args)[TABLES[command][0].removeprefix("--")])
+    check_text_flags(args.data)
     check_numbers(flat(args))
     raise_limits(args.data.limits or ())
     check_secrets(flat(args))

@@ -9,7 +9,6 @@ from typing import Any
 from trainer.comma_separated import names_in
 from trainer.datasets.files.image_files import has_images
 from trainer.datasets.files.loading import columns_of_sets, load_rows, place_of_row
-from trainer.datasets.files.mixing import parse_probs
 from trainer.datasets.files.set_names import names_of_sets
 from trainer.datasets.images.image_processor import PixelLimits
 from trainer.datasets.images.image_samples import tokenize_with_images
@@ -18,6 +17,7 @@ from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sets import Sets
 from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.datasets.samples.streaming import SampleStream
+from trainer.datasets.text_flags import parse_probs
 from trainer.distributed.collectives import rank_0_first
 from trainer.errors import UserError
 from trainer.flags.common_flags import BatchArguments, DataArguments, SFTDataArguments

@@ -1,6 +1,5 @@
 """Turn conversations into token ids and a loss mask with the chat template. A mask that fails its check is refused."""
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from trainer.datasets.rows import json_text
 from trainer.datasets.samples.counted_facts import counted
 from trainer.datasets.shapes.columns import TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import Notes
+from trainer.datasets.text_flags import is_jinja, read_arguments
 from trainer.errors import UserError
 
 REASON = "it drops the thoughts, or calls of tools do not fit its format"
@@ -54,14 +54,9 @@ def prepare_tokenizer(tokenizer: Any, template: str | None, arguments: str | Non
     load_chat_template(template, tokenizer)
     if read_control_tokens:
         tokenizer.reads_control_tokens = True
-    if arguments is None:
+    values = read_arguments(arguments)
+    if values is None:
         return
-    try:
-        values = json.loads(arguments)
-    except ValueError as error:
-        raise UserError("--template_args", f"broken JSON ({error})", '{"enable_thinking": false}') from None
-    if not isinstance(values, dict):
-        raise UserError("--template_args", repr(arguments), 'a JSON object such as {"enable_thinking": false}')
     _check_arguments(tokenizer, values, "--template_args")
     tokenizer.template_args = values
 
@@ -120,7 +115,7 @@ def load_chat_template(value: str | None, tokenizer: Any) -> None:
     elif value in names:
         template = training_templates.PLAIN.get(value) or training_templates.read(value)
         _check_marks(value, template, tokenizer)
-    elif not _is_jinja(value):
+    elif not is_jinja(value):
         if not os.path.isfile(value):
             known = ", ".join([*own, *names])
             found = f"{value!r} is neither a name, nor a file, nor a Jinja template"
@@ -130,7 +125,7 @@ def load_chat_template(value: str | None, tokenizer: Any) -> None:
                 template = file.read()
         except UnicodeDecodeError:
             raise UserError(FLAG, f"{value} is not UTF-8 text", "a Jinja template in UTF-8") from None
-        if not _is_jinja(template):
+        if not is_jinja(template):
             raise UserError(FLAG, f"{value} holds no Jinja template", "a text with {{ or {%")
     tokenizer.chat_template = template
     try:
@@ -152,10 +147,6 @@ def _check_marks(name: str, template: str, tokenizer: Any) -> None:
     if missing:
         found = f"{name} writes {', '.join(missing)}, and the tokenizer has no such token"
         raise UserError(FLAG, found, "a template of this model's family, or a file")
-
-
-def _is_jinja(text: str) -> bool:
-    return "{{" in text or "{%" in text
 
 
 def render_chat(

@@ -16,7 +16,6 @@ from trainer.datasets.conversations.control_tokens import (
     is_control,
     notes_of_end,
 )
-from trainer.errors import UserError
 
 # Raise this number if the same rows and options would give other tokens: an older cache file must not be used.
 TOKENIZER_VERSION = 15
@@ -50,12 +49,6 @@ def is_stop_token(tokenizer: Any, token: int) -> bool:
         return True
     added = tokenizer.added_tokens_decoder.get(token)
     return added is not None and is_control(added)
-
-
-def check_input_template(input_template: str | None) -> None:
-    """Check that --input_template has one {} for the text. Raises UserError otherwise."""
-    if input_template is not None and input_template.count("{}") != 1:
-        raise UserError("--input_template", f"{input_template.count('{}')} times {{}}", "exactly one {}")
 
 
 def prompt_tokens(tokenizer: Any, prompt: str, input_template: str | None = None) -> list[int]:

@@ -12,10 +12,11 @@ from datasets import Dataset
 
 from trainer.datasets.files.folders import files_of_folder, read_folder
 from trainer.datasets.files.image_files import COLUMN, FOLDER, SINGLE, has_images
-from trainer.datasets.files.mixing import joined, mix, parse_probs
+from trainer.datasets.files.mixing import joined, mix
 from trainer.datasets.files.read_files import read_files
 from trainer.datasets.files.set_names import hub_name, local_paths, names_of_sets
 from trainer.datasets.library import one_line, quiet
+from trainer.datasets.text_flags import parse_probs
 from trainer.errors import UserError
 from trainer.flags.names.own_flags import MAX_SAMPLES, SPLIT
 

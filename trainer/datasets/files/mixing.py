@@ -1,26 +1,12 @@
 """Join several sets into one dataset. Columns get common types. Rows follow each other, or are sampled with odds."""
 
 import functools
-import math
 from typing import Any
 
 from datasets import Dataset, Json, LargeList, List, Value, concatenate_datasets, interleave_datasets
 
 from trainer.datasets.files.json_files import JsonText, as_json
 from trainer.errors import UserError
-
-
-def parse_probs(probs: str, num_sets: int) -> list[float]:
-    """Read the numbers of --dataset_probs and scale them to a sum of 1. Raises UserError for anything else."""
-    try:
-        odds = [float(part) for part in probs.split(",")]
-    except ValueError:
-        raise UserError("--dataset_probs", probs, "numbers with commas between them") from None
-    if len(odds) != num_sets:
-        raise UserError("--dataset_probs", f"{len(odds)} numbers for {num_sets} datasets", "one number per dataset")
-    if not all(math.isfinite(p) and p > 0 for p in odds):
-        raise UserError("--dataset_probs", probs, "numbers above 0")
-    return [p / sum(odds) for p in odds]
 
 
 def mix(sets: list[Dataset], paths: list[str], flag: str, odds: list[float] | None, seed: int) -> Dataset:

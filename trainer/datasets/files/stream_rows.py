@@ -14,11 +14,12 @@ from datasets import data_files
 from trainer.comma_separated import names_in
 from trainer.datasets.files.input_checks import check_file
 from trainer.datasets.files.line_files import Lines
-from trainer.datasets.files.mixing import joined, parse_probs
+from trainer.datasets.files.mixing import joined
 from trainer.datasets.files.read_faults import cure_of_map
 from trainer.datasets.files.tar_files import open_tar_files
 from trainer.datasets.library import one_line
 from trainer.datasets.rows import DECODER
+from trainer.datasets.text_flags import parse_probs
 from trainer.errors import UserError
 
 LINE = "(line)"  # the column of JSON that is not parsed yet; files of the other kinds have other columns

@@ -12,7 +12,6 @@ from trainer.datasets.conversations.messages import TRAIN, tools_of
 from trainer.datasets.conversations.rendering import chat_template
 from trainer.datasets.conversations.templates import arguments_of_row, notes_of_template, render_chat
 from trainer.datasets.conversations.tokens import (
-    check_input_template,
     notes_of_prompt,
     prompt_and_answer,
     whole_text,
@@ -23,6 +22,7 @@ from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.row_reader import RowReader, reader_of
+from trainer.datasets.text_flags import check_input_template
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 

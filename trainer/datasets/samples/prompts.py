@@ -16,7 +16,6 @@ from trainer.datasets.conversations.rendering import chat_template, note_of_choi
 from trainer.datasets.conversations.templates import arguments_of_row, render_prompt
 from trainer.datasets.conversations.tokens import (
     TOKENIZER_VERSION,
-    check_input_template,
     digest_of,
     prompt_tokens,
     tokenizer_state,
@@ -31,6 +30,7 @@ from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.row_reader import PROMPT, RowReader, reader_of
+from trainer.datasets.text_flags import check_input_template
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 

@@ -18,7 +18,6 @@ from trainer.datasets.conversations.rendering import chat_template
 from trainer.datasets.conversations.templates import arguments_of_row, notes_of_template, render_chat
 from trainer.datasets.conversations.tokens import (
     TOKENIZER_VERSION,
-    check_input_template,
     digest_of,
     notes_of_prompt,
     prompt_and_answer,
@@ -39,6 +38,7 @@ from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.row_reader import SFT, RowReader, reader_of
 from trainer.datasets.shapes.row_refusals import NEEDED, refuse_other_sets
+from trainer.datasets.text_flags import check_input_template
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
 

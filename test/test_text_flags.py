@@ -1,0 +1,64 @@
+"""Values that no model and no rows make right are refused before torch is imported, with the name that another trainer means."""
+
+import subprocess
+import sys
+
+import pytest
+
+from trainer.cli import train_dpo, train_ppo, train_rm, train_sft
+from trainer.errors import UserError
+from trainer.flags.names import loss_names
+from trainer.flags.names.presets import PRESETS
+from trainer.models.losses.policy_loss import POLICY_LOSSES
+from trainer.models.losses.preference_loss import PAIR_LOSSES, REWARD_LOSSES
+
+GIVEN = ["--pretrain", "m", "--dataset", "a,b"]
+RL = ["--label_key", "l", "--reward_func", "exact_match"]
+ONLINE = ["--online", *RL, "--n_samples_per_prompt", "2"]
+
+
+@pytest.mark.parametrize(
+    ("door", "flags", "found"),
+    [
+        (train_dpo, ["--loss", "sigmoid"], "--loss: sigmoid. Here that is --loss dpo."),
+        (train_dpo, ["--loss", "nothing"], "--loss: nothing (allowed: dpo, cdpo, "),
+        (train_dpo, ["--loss", "dpo,nothing"], "--loss: dpo,nothing (allowed: dpo, cdpo, "),
+        (train_dpo, [*ONLINE, "--loss", "bco_pair"], "--loss: bco_pair. Here that is --loss bco."),
+        (train_rm, ["--loss", "nothing"], "--loss: nothing (allowed: sigmoid, logexp)"),
+        (train_ppo, [*RL, "--policy_loss", "gpso"], "--policy_loss: gpso (allowed: ppo, reinforce, gspo, "),
+        (train_ppo, [*RL, "--policy_loss", "dapo"], "--policy_loss: dapo. Here that is --preset dapo."),
+        (
+            train_sft,
+            ["--tokenizer_chat_template", "nowhere.jinja"],
+            "--tokenizer_chat_template: nowhere.jinja: file not",
+        ),
+        (train_sft, ["--template_args", "{"], "--template_args: broken JSON"),
+        (train_sft, ["--template_args", "[1]"], "--template_args: '[1]' (allowed: a JSON object"),
+        (train_sft, ["--input_template", "noplace"], "--input_template: 0 times {} (allowed: exactly one {})"),
+        (train_sft, ["--dataset_probs", "1"], "--dataset_probs: 1 numbers for 2 datasets"),
+        (train_sft, ["--dataset_probs", "1,x"], "--dataset_probs: 1,x (allowed: numbers with commas"),
+    ],
+)
+def test_a_value_that_nothing_makes_right_is_refused_at_the_door(door, flags, found):
+    with pytest.raises(UserError) as error:
+        door.check([*GIVEN, *flags])
+    assert str(error.value).startswith(found), error.value
+
+
+def test_names_are_those_of_the_losses(tmp_path):
+    """And the names of other trainers lead to names that are there."""
+    for command, table in (("train_dpo", PAIR_LOSSES), ("train_rm", REWARD_LOSSES), ("train_ppo", POLICY_LOSSES)):
+        _, file, name = loss_names.TABLES[command]
+        assert loss_names.keys_of(loss_names.LOSSES / file, name) == tuple(table)
+    taken = {"--loss": {*PAIR_LOSSES, "kto"}, "--policy_loss": {*POLICY_LOSSES}, "--preset": {*PRESETS}}
+    for flag, names in loss_names.ELSEWHERE.items():
+        assert not taken[flag] & names.keys()
+        for ours in names.values():
+            assert ours.split()[0] == "--nll_loss_coef" or ours.split()[1] in taken[ours.split()[0]], ours
+    (tmp_path / "own.py").write_text("T = {'a': 1, **OTHERS}\n")
+    assert loss_names.keys_of(tmp_path / "own.py", "T") == ()  # the run then says it
+
+
+def test_these_checks_import_no_torch():
+    code = "import sys, trainer.runs.flag_checks; assert not {'torch', 'datasets', 'transformers'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
