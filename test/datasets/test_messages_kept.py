@@ -10,11 +10,10 @@ from tiny_tokenizers import byte_tokenizer
 from trainer.datasets.conversations import training_templates
 from trainer.datasets.conversations.messages import messages_of
 from trainer.datasets.images.image_marks import with_marks
-from trainer.datasets.samples.counted_facts import counted, summary_with_counts
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import tokenize_sft
-from trainer.datasets.shapes.notes import Notes
+from trainer.datasets.shapes.notes import Notes, counted, summary_of_notes
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.row_reader import SFT, RowReader
 from trainer.errors import UserError
@@ -219,5 +218,5 @@ def test_counts_are_added_up_over_rows():
         return Notes("rows", facts=set(facts)).as_text()
 
     some, none = (counted("{} of {} x", n, 2, without="all x") for n in (1, 0))
-    assert summary_with_counts([note(some, "y")] * 3 + [note(none)]) == (["rows", "y", "3 of 8 x"], set())
-    assert summary_with_counts([note(none, counted("{} rows"))] * 2)[0] == ["rows", "2 rows", "all x"]
+    assert summary_of_notes([note(some, "y")] * 3 + [note(none)]) == (["rows", "y", "3 of 8 x"], set())
+    assert summary_of_notes([note(none, counted("{} rows"))] * 2)[0] == ["rows", "2 rows", "all x"]

@@ -6,8 +6,7 @@ from typing import Any
 
 from trainer.datasets.conversations.control_tokens import BREAK
 from trainer.datasets.conversations.messages import CONTENTS, THOUGHTS, role_of
-from trainer.datasets.samples.counted_facts import counted
-from trainer.datasets.shapes.notes import Notes
+from trainer.datasets.shapes.notes import Notes, counted
 
 _dropped: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by tokenizer: {character: whether it is dropped}
 

@@ -27,9 +27,8 @@ from trainer.datasets.conversations.rendering import FLAG, chat_template, note_o
 from trainer.datasets.conversations.shown_texts import check_shown
 from trainer.datasets.conversations.tool_arguments import fit_arguments
 from trainer.datasets.rows import json_text
-from trainer.datasets.samples.counted_facts import counted
 from trainer.datasets.shapes.columns import TEMPLATE_ARGS
-from trainer.datasets.shapes.notes import Notes
+from trainer.datasets.shapes.notes import Notes, counted
 from trainer.datasets.text_flags import is_jinja, read_arguments
 from trainer.errors import UserError
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from datasets import Dataset
 
-from trainer.datasets.samples.counted_facts import summary_with_counts
-from trainer.datasets.shapes.notes import NOTE
+from trainer.datasets.shapes.notes import NOTE, summary_of_notes
 
 
 @dataclass
@@ -36,7 +35,7 @@ class Ledger:
 def ledger_of(samples: Dataset, flag: str, counts: dict[str, int], sentence: str) -> Ledger:
     """The ledger with what the notes of tokenized rows say. `flag` names the rows."""
     notes = (note for batch in samples.select_columns([NOTE]).iter(10_000) for note in batch[NOTE])
-    lines, left_out = summary_with_counts(notes)
+    lines, left_out = summary_of_notes(notes)
     return Ledger(counts, sentence, lines + control_note(samples, flag), left_out)
 
 

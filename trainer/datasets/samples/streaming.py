@@ -17,11 +17,10 @@ from trainer.datasets.files.image_files import COLUMN
 from trainer.datasets.files.stream_rows import LINE, BrokenRow, parsed
 from trainer.datasets.library import one_line
 from trainer.datasets.samples.bounds import Bounds, check_sample
-from trainer.datasets.samples.counted_facts import summary_with_counts
 from trainer.datasets.samples.ledger import Ledger, note_of_controls
 from trainer.datasets.samples.prepared import PREPARED
 from trainer.datasets.samples.sft_samples import SENTENCE, check_stops, options_of, tokenize_row
-from trainer.datasets.shapes.notes import NOTE
+from trainer.datasets.shapes.notes import NOTE, summary_of_notes
 from trainer.errors import UserError
 
 CONTROL = "{num_control_tokens} rows hold control tokens, read as plain text"
@@ -94,7 +93,7 @@ class SampleStream:
             all_cut = all_cut and bool(row["truncated"] or not row["num_loss_tokens"])
             self._first = self._first or (row if row["num_loss_tokens"] else None)
         first = [f"{flag} {place}" for place in places(sorted(controls)[:3])]
-        lines, self.ledger.left_out = summary_with_counts(notes)
+        lines, self.ledger.left_out = summary_of_notes(notes)
         lines += note_of_controls(len(controls), first)
         lines += check_stops(self.ledger.counts, all_cut, flag, allow_no_stop)
         self.ledger.lines = [f"first rows: {line}" for line in lines]

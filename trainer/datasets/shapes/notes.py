@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 NOTE = "note"  # the column of a tokenized row that holds its note
-SEPARATOR = "\t"
+SEPARATOR, UNIT = "\t", "\x1f"
 SHOWN = 10  # characters that are dropped
 
 
@@ -30,10 +30,19 @@ class Notes:
         return SEPARATOR.join([self.shape, *(", ".join(sorted(names)) for names in sets), *sorted(self.facts)])
 
 
+def counted(text: str, *numbers: int, without: str = "") -> str:
+    """A fact for `Notes`. Its line is `text` with the sums of the numbers over all rows, or `without` if the first is 0.
+
+    counted("{} of {} turns", 1, 2) in three rows gives "3 of 6 turns". Without numbers, the rows are counted.
+    """
+    return UNIT.join([text, without, *map(str, numbers or (1,))])
+
+
 def summary_of_notes(notes: Iterable[str]) -> tuple[list[str], set[str]]:
     """The lines for the start of a run, and what `left_out` of some rows has together."""
     shapes: Counter = Counter()
     columns, keys, lost, left_out, marks, facts, num_lossy, num_marked = *(set() for _ in range(6)), 0, 0
+    sums: dict[tuple[str, str], list[int]] = {}  # of `counted`
     for note, count in Counter(notes).items():
         shape, *names = note.split(SEPARATOR) if note else [""] * 6
         shapes[shape] += count
@@ -41,7 +50,14 @@ def summary_of_notes(notes: Iterable[str]) -> tuple[list[str], set[str]]:
             found |= set(own.split(", ")) - {""}
         num_lossy += count * bool(names[2])
         num_marked += count * bool(names[4])
-        facts |= set(names[5:])
+        for fact in names[5:]:
+            text, *rest = fact.split(UNIT)
+            if not rest:
+                facts.add(fact)
+                continue
+            without, *numbers = rest
+            before = sums.get((text, without), [0] * len(numbers))
+            sums[text, without] = [a + count * int(b) for a, b in zip(before, numbers, strict=True)]
     shapes.pop("", None)
     total = sum(shapes.values())
     lines = [shape if count == total else f"{count} of them: {shape}" for shape, count in shapes.items()]
@@ -55,4 +71,5 @@ def summary_of_notes(notes: Iterable[str]) -> tuple[list[str], set[str]]:
     if marks:
         shown = ", ".join(sorted(marks))
         lines.append(f"WARNING: {num_marked} rows hold {shown} as plain text, because they have no column of that kind")
-    return lines + sorted(facts), left_out
+    found = [(text if values[0] else without).format(*values) for (text, without), values in sums.items()]
+    return lines + sorted(facts) + sorted(line for line in found if line), left_out
