@@ -194,8 +194,8 @@ def list_checkpoints(root: str) -> list[str]:
     """
     places = {path: _place(path) for path in _folders(root)}
     found = sorted((path for path in places if places[path][0] >= 0), key=places.__getitem__)
-    for path in sorted(places.keys() - found, key=_step):
-        lower = [number for number, other in enumerate(found, start=1) if _step(other) < _step(path)]
+    for path in sorted(places.keys() - found, key=step_of):
+        lower = [number for number, other in enumerate(found, start=1) if step_of(other) < step_of(path)]
         found.insert(max(lower, default=0), path)
     return found
 
@@ -205,7 +205,8 @@ def _folders(root: str) -> list[str]:
     return [os.path.join(root, name) for name in names if STEP.fullmatch(name)]
 
 
-def _step(folder: str) -> int:
+def step_of(folder: str) -> int:
+    """The step of a checkpoint, from the name of its folder."""
     return int(folder.rpartition("_")[2])
 
 
@@ -214,8 +215,8 @@ def _place(folder: str) -> tuple[int, float, int]:
     try:
         content = _read_manifest(folder)
     except DamagedFile:
-        return -1, 0.0, _step(folder)
-    return content.get("number", 0), content["written_at"], _step(folder)
+        return -1, 0.0, step_of(folder)
+    return content.get("number", 0), content["written_at"], step_of(folder)
 
 
 def checkpoints_to_load(root: str, wanted: str) -> list[str]:

@@ -5,7 +5,7 @@ import json
 import os
 from typing import Any, Optional
 
-from trainer.checkpoints.checkpoint_store import list_checkpoints
+from trainer.checkpoints.checkpoint_store import list_checkpoints, step_of
 from trainer.checkpoints.resume_effects import CONTENT, EFFECT_OF, FIXED, OBJECTIVE, SAMPLES, in_effect
 from trainer.errors import NothingLeft, UserError
 from trainer.limits import lines_of
@@ -27,7 +27,7 @@ def check_ended(folder: str, flags: dict[str, Any], saved: list[str]) -> None:
         return
     steps, before = ended
     checkpoints = list_checkpoints(os.path.join(folder, "checkpoints"))
-    newest = max((int(path.rpartition("_")[2]) for path in checkpoints), default=0)
+    newest = max(map(step_of, checkpoints), default=0)
     if newest >= steps:  # the resume from there says how it ends
         return
     if others := _others(before, json.loads(json.dumps(flags)), steps):

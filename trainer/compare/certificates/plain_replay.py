@@ -4,7 +4,7 @@ import os
 import random
 from typing import Any
 
-from trainer.checkpoints.checkpoint_store import list_checkpoints
+from trainer.checkpoints.checkpoint_store import list_checkpoints, step_of
 from trainer.compare.runs.plain_loop import load_plain_model, plain_step, read_checkpoint
 from trainer.datasets.batches.global_batches import epoch_order
 from trainer.errors import UserError
@@ -71,7 +71,7 @@ def certify_steps(
 def _places(folder: str) -> dict[int, str | None]:
     """{step that can be replayed: checkpoint with its weights, or None for the model folder}."""
     found = list_checkpoints(os.path.join(folder, "checkpoints"))
-    return {1: None, **{int(path.rpartition("_")[2]) + 1: path for path in found}}
+    return {1: None, **{step_of(path) + 1: path for path in found}}
 
 
 def _replay(
