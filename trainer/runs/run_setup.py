@@ -109,13 +109,18 @@ def tokenizer_folder(folder: str, adapter: Optional[str]) -> str:
     return adapter if adapter and "tokenizer_config.json" in os.listdir(adapter) else folder
 
 
-def check_vocabulary(setup: Setup, name: str, folder: str, flag: str, allowed: str = "", instead: str = "") -> None:
+def check_vocabulary(
+    setup: Setup, name: str, folder: str, flag: str, allowed: str = "", instead: str = "", tokenizer: Any = None
+) -> None:
     """Raise UserError if the tokenizer in `folder`, of the model `name`, has other ids than that of --pretrain.
 
-    A folder without a tokenizer is compared by the number of ids in its config.
+    `tokenizer` is that of the folder, if it is loaded already. A folder without a tokenizer is compared by the number of
+    ids in its config.
     """
-    if any(file.startswith(("tokenizer", "vocab")) for file in os.listdir(folder)):
-        is_same = load_tokenizer(folder, setup.trust_remote_code).get_vocab() == setup.tokenizer.get_vocab()
+    if tokenizer is None and any(file.startswith(("tokenizer", "vocab")) for file in os.listdir(folder)):
+        tokenizer = load_tokenizer(folder, setup.trust_remote_code)
+    if tokenizer is not None:
+        is_same = tokenizer.get_vocab() == setup.tokenizer.get_vocab()
     else:
         configs = [read_config(place, setup.trust_remote_code).get_text_config() for place in (folder, setup.folder)]
         is_same = configs[0].vocab_size == configs[1].vocab_size

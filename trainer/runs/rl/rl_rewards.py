@@ -86,11 +86,12 @@ def _reward_models(args: PPOArguments, setup: Setup, output_dir: str, make_batch
         if adapter:
             folder = _with_head(folder, adapter, os.path.join(output_dir, f"initial_reward_{number}"), args)
         check_head(folder, "--reward_pretrain")
-        tokenizer = load_tokenizer(tokenizer_folder(folder, adapter), remote_code)
+        place = tokenizer_folder(folder, adapter)
+        tokenizer = load_tokenizer(place, remote_code)
         cure = (
             "It cannot read the policy's tokens: serve it with python -m trainer.cli.serve_rm, and use --remote_rm_url."
         )
-        check_vocabulary(setup, name, tokenizer_folder(folder, adapter), "--reward_pretrain", instead=cure)
+        check_vocabulary(setup, name, place, "--reward_pretrain", instead=cure, tokenizer=tokenizer)
         model = load_model(
             args.model, setup, folder, AutoModelForSequenceClassification, "--reward_pretrain", False, adapter
         )
