@@ -350,7 +350,8 @@ def _after(prompt: PromptPart, answer: Any) -> Any:
 
 def _answer_of(reader: RowReader, columns: Columns, key: str, where: str) -> Any:
     value = columns.take(key)
-    return calls_of(value) if key == CALLS and calls_of(value) else _answer(value, where, key in reader.narrow)
+    calls = calls_of(value) if key == CALLS else None
+    return calls or _answer(value, where, key in reader.narrow)
 
 
 def _answer(value: Any, where: str, narrow: bool = False) -> Any:
