@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from trainer import entry
 from trainer.checkpoints import checkpoint_store as store
 from trainer.cli import export, train_sft
-from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
+from trainer.compare.machines.forked_ranks import import_libraries, run_ranks, write_all_to
 from trainer.datasets.demos.demo import make_demo
 from trainer.runs import exported_models  # noqa: F401  the forks have it
 
@@ -69,10 +69,7 @@ def forked(argv: list[str], log: Path, layer: FaultLayer, seen: Path) -> tuple[i
     log.unlink(missing_ok=True)
     sys.stdout.flush()
     if not (pid := os.fork()):
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT)
-        os.dup2(handle, 1)
-        os.dup2(handle, 2)
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        write_all_to(log)
         entry.leave, entry.end_well = os._exit, end_well  # exit handlers would remove the folder of this process
         signal.alarm(60)  # it ends a command that hangs
         layer.install()

@@ -37,7 +37,7 @@ from launch import read_steps
 from trainer import entry
 from trainer.checkpoints import checkpoint_store as store
 from trainer.cli import train_sft
-from trainer.compare.machines.forked_ranks import import_libraries
+from trainer.compare.machines.forked_ranks import import_libraries, write_all_to
 from trainer.compare.runs.launch import free_port
 from trainer.datasets.demos.demo import make_demo
 from trainer.training.checkpointing import Checkpoints
@@ -88,10 +88,7 @@ def forked(
 def _be_rank(
     flags: list[str], log: Path, seconds: int, layer: FaultLayer | None, at_end: Callable[[], None], stop_at: int
 ) -> NoReturn:
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    write_all_to(log)
     real_init, real_after = Checkpoints.__init__, Checkpoints.after_step
 
     def init(self, *rest) -> None:

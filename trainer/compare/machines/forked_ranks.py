@@ -101,6 +101,15 @@ def run_ranks(function: Callable[[], None], num_ranks: int, log: Path, timeout: 
     return Ending(kind, text, time.monotonic() - started)
 
 
+def write_all_to(log: Path) -> None:
+    """Append all output of this process to a file, from now on."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (for the whole life of the process)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
 def _be_rank(function, rank, num_ranks, port, leader, log: Path, writer: int, timeout: float) -> None:
     """The life of one rank. Never returns."""
     ending = ("died", "ended without a message")
@@ -108,11 +117,7 @@ def _be_rank(function, rank, num_ranks, port, leader, log: Path, writer: int, ti
         with contextlib.suppress(PermissionError):
             os.setpgid(0, leader)
         signal.alarm(int(timeout) + 30)  # in case the parent is gone
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (for the whole life of the rank)
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        write_all_to(log)
         faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=sys.stderr)
         here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         os.environ.update({name: str(value) for name, value in here.items()})
