@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Write requirements.lock: the versions that .venv has, with the sha256 of each file that the package index has of them.
+# Install the versions of constraints.txt into .venv, without hashes. Then write requirements.lock: the versions that .venv has,
+# with the sha256 of each file that the package index has of them.
 # torch is left out: its builds for the CPU and for CUDA have other hashes, and come from other indexes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+.venv/bin/pip install --quiet -c constraints.txt -e ".[dev]"
 [[ -x build/lock/bin/uv ]] || { python3 -m venv build/lock && build/lock/bin/pip install --quiet uv; }
 LEFT_OUT='^(torch|torchvision|triton|nvidia-.*|cuda-.*|pip|setuptools)=='
 .venv/bin/pip list --format freeze --exclude-editable | grep -Ev "$LEFT_OUT" > build/lock/installed.txt

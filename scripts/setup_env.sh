@@ -5,12 +5,18 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 set -euo pipefail
 PYTHON="${PYTHON:-python3}"
 STAMP="$ROOT/.venv/.installed"
-WANTED="$(cat "$ROOT/setup.py" "$ROOT/constraints.txt" | cksum)"
+WANTED="$(cat "$ROOT/setup.py" "$ROOT/constraints.txt" "$ROOT/requirements.lock" | cksum)"
 if [[ ! -f "$STAMP" || "$(cat "$STAMP")" != "$WANTED" ]]; then
     echo "installing into $ROOT/.venv (a few minutes, once)"
     [[ -x "$ROOT/.venv/bin/python" ]] || "$PYTHON" -m venv "$ROOT/.venv"
     "$ROOT/.venv/bin/pip" install --quiet --upgrade-strategy only-if-needed -c "$ROOT/constraints.txt" "torch==2.13.0"
-    "$ROOT/.venv/bin/pip" install --quiet -c "$ROOT/constraints.txt" -e "$ROOT[dev]"
+    PLACE="$("$ROOT/.venv/bin/python" -c 'import platform as p; print(*p.python_version_tuple()[:2], p.system(), p.machine())')"
+    if [[ "$PLACE" == "3 11 Linux x86_64" ]]; then # the lock is made here, and only its files may be installed
+        "$ROOT/.venv/bin/pip" install --quiet --require-hashes --no-deps -r "$ROOT/requirements.lock"
+        "$ROOT/.venv/bin/pip" install --quiet --no-deps -e "$ROOT"
+    else
+        "$ROOT/.venv/bin/pip" install --quiet -c "$ROOT/constraints.txt" -e "$ROOT[dev]"
+    fi
     # apart: transformers imports torchao wherever it is installed, and each start would take half a second more
     "$ROOT/.venv/bin/pip" install --quiet --no-deps -c "$ROOT/constraints.txt" --target "$ROOT/.venv/apart" --upgrade torchao ||
         echo "torchao is not installed: the tests of --fp8 are skipped"
