@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from exact_models import save_models
 from launch import forked, train_many
@@ -22,6 +23,7 @@ from trainer.compare.runs.exact_bits import bits_of, first_difference
 from trainer.errors import UserError
 from trainer.exact import exact_products, self_test
 from trainer.exact.exact_adamw import ExactAdamW, with_single_roundings
+from trainer.exact.exact_gradients import ExactGradients
 from trainer.exact.exact_losses import with_exact_sums
 from trainer.exact.exact_reduction import flat_cut
 from trainer.exact.exact_sums import (
@@ -86,6 +88,27 @@ def test_pieces_of_a_gradient_are_added_as_one(n):
     assert sums.tolist() == [sum(round(Fraction(x) * 2**48) for x in column) for column in values.T.double().tolist()]
     assert max(largest) == (values.abs().max().item() if n else 0.0)
     assert n == 0 or add_to(sums, torch.full((n,), math.nan)) == math.inf
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_an_empty_micro_batch_does_not_count_for_the_limit_of_a_sum(one_rank):
+    def norm(*slopes: float) -> float:
+        gradients, weight = ExactGradients(one_rank, one_rank, one_rank), torch.zeros(1, requires_grad=True)
+        for slope in slopes:
+            gradients.add((weight * slope).sum(), {"weight": weight}, 1)
+        gradients.reduce(1, lambda name, gradient: None)
+        return gradients.norm
+
+    slope = 20_000.0  # half of it is added: three fit below 2^15, four do not
+    assert norm(slope, slope, slope) == norm(0.0, slope, slope, 0.0, slope) == 3 * slope
+    assert norm(slope, slope, slope, slope) == norm(slope, slope, slope, 0.0, slope) == math.inf
+    assert norm(math.nan, 0.0) == math.inf
 
 
 def test_losses_add_up_exactly_and_keep_their_gradient():

@@ -34,13 +34,14 @@ class ExactGradients:
         self.norm = math.nan  # of the last complete gradient
         self.watch: Callable[[str, torch.Tensor], None] | None = None  # gets each gradient of a sample on the grid
         self._sums: dict[str, torch.Tensor] = {}
-        self._largest, self._num_samples = 0.0, 0
+        self._largest: list[float] = []  # for each micro-batch, the largest absolute value of this rank's gradients
 
     def add(self, loss_sum: torch.Tensor, leaves: dict[str, torch.Tensor], num_targets: int) -> None:
         """Backward of one sample. `leaves` are the trainable tensors of its graph, by name, in one order on all ranks.
 
         Autograd returns the gradients, so a backend's hooks neither see nor reduce them.
         """
+        self._largest.append(0.0)
         scale = 1.0 / power_of_two_above(num_targets)  # exact, and near the mean
         gradients = torch.autograd.grad(loss_sum * scale, list(leaves.values()), allow_unused=True)
         with torch.no_grad():
@@ -55,10 +56,9 @@ class ExactGradients:
                 self.reached.add(name)
                 if not self.split.counts(name):
                     continue
-                self._largest = max(self._largest, add_to(self._sums[name], gradient))
+                self._largest[-1] = max(self._largest[-1], add_to(self._sums[name], gradient))
                 if self.watch:
                     self.watch(name, to_grid(gradient))
-        self._num_samples += self.split.rank == 0
 
     @torch.no_grad()
     def reduce(
@@ -73,11 +73,7 @@ class ExactGradients:
         Each sum is exact, then divided and rounded once. With `cut`, `place` gets this rank's part, else the whole.
         `split` are the names whose tensors are parts that tp split. The others are the same on all tp ranks.
         """
-        largest, count = torch.tensor(self._largest, dtype=torch.float64), torch.tensor(self._num_samples)
-        for group in (self.group, self.tp_group):
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        dist.all_reduce(count, group=self.group)
-        fits = largest.item() * count.item() < GRADIENT_LIMIT
+        fits = self._bound() < GRADIENT_LIMIT
         divisor = num_targets / power_of_two_above(num_targets)
         shapes = {name: sums.shape for name, sums in self._sums.items()}
         summed = sum_parts(self._sums, cut or flat_cut, self.group)
@@ -89,7 +85,20 @@ class ExactGradients:
         self.norm = math.sqrt(math.fsum(squares)) if fits else math.inf
         for name, gradient in parts.items() if cut else gather_parts(parts, shapes, self.group):
             place(name, gradient)
-        self._largest, self._num_samples = 0.0, 0
+
+    def _bound(self) -> float:
+        """Return a bound of all sums, the same on every layout: the largest value times the samples with a gradient.
+
+        Ranks add empty micro-batches, so that all have equally many. Their gradient is zero, and they do not count.
+        """
+        largest = torch.tensor(self._largest, dtype=torch.float64)
+        for group in (self.tp_group, self.split.group):  # their ranks have parts of the same samples
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        count, most = (largest > 0).sum() * (self.split.rank == 0), largest.max()
+        dist.all_reduce(count, group=self.group)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        self._largest = []
+        return most.item() * count.item()
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
