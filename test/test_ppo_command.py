@@ -551,6 +551,8 @@ def test_flags_that_do_not_go_together(error, tmp_path):
     from trainer.cli.train_ppo import parse
     from trainer.runs.rl.rl_checks import validate
 
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "prompts.jsonl").write_text('{"prompt": "1 2", "label": "1 2"}\n')
     args, _ = parse(flags(tmp_path, "wrong", *WRONG[error]))
     with pytest.raises(UserError) as found:
         validate(args)

@@ -24,6 +24,7 @@ from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.datasets.samples.unpaired import tokenize_unpaired
 from trainer.datasets.shapes.columns import TOOLS, Columns
+from trainer.datasets.shapes.references import lack_references
 from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments, SFTDataArguments
 from trainer.flags.parse_flags import parse_arguments
@@ -67,7 +68,7 @@ def tokenize_files(task: str, files: dict[str, str], folder: Path, kind: str, ha
 def start_of_table_row(shape: dict) -> str:
     """The first two cells of a shape in the table of the page: its columns, and the command with its flags."""
     flags = "".join(f" --{flag}" + ("" if value is True else f" {value}") for flag, value in shape["flags"].items())
-    flags = flags.replace("--drop_answer", "--teacher MODEL")
+    flags = flags.replace("--drop_answer", "--teacher MODEL").replace("--needs_labels", "--reward_func math")
     columns = ", ".join(f"`{column}`" for column in shape["rows"][0])
     return f"| {columns} | `{COMMANDS[shape['task']]}{flags}` | "
 
@@ -421,9 +422,13 @@ def test_a_verl_file_gives_the_math_reward_its_answers(tmp_path):
     table = pa.table({"data_source": ["sums"] * 3, "prompt": turns, "reward_model": rewards, "ability": ["math"] * 3})
     pq.write_table(table, tmp_path / "verl.parquet")
     rows = load_rows(str(tmp_path / "verl.parquet"), flag="--dataset", split="train")
-    flags = COMMON | FLAGS["prompt"] | {"label_key": "reward_model.ground_truth", "needs_labels": True}
-    labels = tokenize_prompts(rows, tokenizer_of("BPE"), **flags)[0]["label"][:]
-    assert labels == texts.to_pylist()
+    flags = COMMON | FLAGS["prompt"] | {"needs_labels": True}
+    prompts, ledger = tokenize_prompts(rows, tokenizer_of("BPE"), **flags)
+    assert (labels := prompts["label"][:]) == texts.to_pylist()
+    assert ledger.lines[:2] == [
+        "rows: prompt -> turns, reward_model.ground_truth -> label of the reward",
+        "columns not used: ability, data_source, reward_model.style",
+    ]
     right, wrong = ["3*4 is 12", "#### 1200", "\\boxed{-3}"], ["3*4 is 13", "#### 12", "\\boxed{3}"]
     assert math_reward([""] * 3, right, labels) == [1, 1, 1] and math_reward([""] * 3, wrong, labels) == [0, 0, 0]
 
@@ -438,6 +443,28 @@ def test_an_object_is_no_label_to_compare_with(tmp_path):
     for text in ("[1, 2]", "true"):  # a text is an answer, whatever it looks like
         flags = {"label_key": "gold", "needs_labels": True}
         assert tokenize("prompt", [{**row, "gold": text}], tmp_path, "BPE", **flags)[0]["label"][:] == [text]
+
+
+def test_a_label_without_a_flag_has_one_sure_place(tmp_path):
+    """Rows without one are refused before they are tokenized, and a file of JSON lines at the door, before torch."""
+
+    def labels(*rows, **flags):
+        return tokenize("prompt", list(rows), tmp_path, "BPE", **{"needs_labels": True, **flags})[0]["label"][:]
+
+    row, path = {"question": "3*4?"}, str(tmp_path / "rows.jsonl")
+    assert labels({**row, "final_answer": "12"}, {**row, "final_answer": "13"}) == ["12", "13"]
+    both = {**row, "reward_model": {"ground_truth": "12"}, "final_answer": "13"}
+    with pytest.raises(UserError, match=r"^--label_key: missing, and reward_model.ground_truth and final_answer are"):
+        labels(both)
+    assert not lack_references(path) and not lack_references(f"{path}#1,{tmp_path}/other.jsonl")
+    assert labels(both, ignore_columns="final_answer") == labels(both, label_key="reward_model.ground_truth") == ["12"]
+    for other in ({"answer": "12"}, {"solution": "It is 12."}, {"reward_model": '{"ground_truth": "12"}'}):
+        with pytest.raises(UserError, match=f"^--label_key: missing: .* .allowed: question, {next(iter(other))}.$"):
+            labels(row | other)
+        assert lack_references(path) and lack_references(f"{path}#1") and not lack_references(str(tmp_path))
+    for text in ("[1]\n", "{", ""):  # its reader says what is wrong with it
+        Path(path).write_text(text)
+        assert not lack_references(path)
 
 
 def test_a_key_inside_a_text_is_refused(tmp_path):

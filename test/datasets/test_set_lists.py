@@ -71,6 +71,8 @@ def test_all_public_shapes_of_a_command_are_one_run(task, tmp_path):
     entries, wants = [], []
     for name, shape in shapes.items():
         own = {flag: value for flag, value in shape["flags"].items() if flag != "drop_answer"}
+        if own.pop("needs_labels", False):  # a reward would ask all sets for labels
+            own["label_key"] = next(f"{name}.ground_truth" for name in shape["rows"][0] if name.startswith("reward"))
         entries.append({"path": write(tmp_path / f"{name}.jsonl", shape["rows"]), **own})
         wants += shape["want"]
     command, flags = OF_TASK[task]

@@ -149,7 +149,8 @@ REWARD_RULES = (
         for first, second in itertools.combinations(SOURCES, 2)
     ),
     Rule("reward_func", lambda f: f.needs_labels and not f.label_key, "without --label_key",
-         "it compares responses with the labels of prompts", "Add --label_key with the column of the answers, such as reward_model.ground_truth of verl.",
+         "it compares responses with the labels of prompts, and their rows have no ground_truth or final_answer",
+         "Add --label_key with the column of the answers.",
          which="that compares with labels"),
     Rule("judge_range", lambda f: f.judge_mode == "pairs", "with --judge_mode pairs", "a pair has a winner and no score", REMOVE),
     Rule("judge_mode", lambda f: f.dataset and f.n_samples_per_prompt < 2, "with --n_samples_per_prompt 1",

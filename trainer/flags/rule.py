@@ -11,7 +11,7 @@ from trainer.flags.groups import flat, groups_of
 # What a rule may know besides the flags. A value here means "not known yet", and refuses nothing.
 UNKNOWN: dict[str, Any] = {
     "num_ranks": 0,
-    "needs_labels": False,  # a reward function compares with labels
+    "needs_labels": False,  # a reward function compares with labels, and rows have none that is known
     "is_demo": False,
     "on_cpu": False,
     "on_gpu": False,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 
+from trainer.comma_separated import names_in
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.lost_characters import note_lost
 from trainer.datasets.conversations.messages import tools_of
@@ -29,6 +30,7 @@ from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.read_row import ReadRow
+from trainer.datasets.shapes.references import reference_of
 from trainer.datasets.shapes.row_reader import PROMPT, RowReader, reader_of
 from trainer.datasets.text_flags import check_input_template
 from trainer.errors import UserError
@@ -48,6 +50,7 @@ class _Options:
     reader: RowReader
     label_key: str | None
     input_template: str | None
+    is_known_label: bool = False  # no flag names its column
     answers = ()  # the parts of a row that are an answer, for images
 
 
@@ -106,9 +109,14 @@ def tokens_of_prompts(
     """The prompts of one set, also empty ones and longer ones: see `tokenize_prompts`.
 
     taken: columns that rewards read. drop_answer: a conversation that ends with an answer loses it.
+    With `needs_labels` and without label_key, the label is where the first row has it: see `reference_of`.
+
     Raises: UserError, with `needs_labels` also for a prompt that is used and has no label, or an
     object, a list or a boolean as its label.
     """
+    is_known_label = needs_labels and not label_key
+    if is_known_label:
+        label_key = reference_of(rows[0], flag, names_in(ignore_columns))
     known = input_key is None and any(name in rows.column_names for name in BEFORE_ANSWER)
     key = input_key or (None if known else "messages")
     check_keys(rows.column_names, flag, {"--input_key": key, "--label_key": label_key})
@@ -125,7 +133,7 @@ def tokens_of_prompts(
         input_template=input_template is not None,
         drop_answer=drop_answer,
     )
-    options = _Options(reader, label_key, input_template)
+    options = _Options(reader, label_key, input_template, is_known_label)
     if reader.chat:
         chat_template(tokenizer)  # raises if there is none
     flags = {"apply_chat_template": apply_chat_template, "input_template": input_template}
@@ -189,6 +197,8 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, fl
                 numbers=True,
                 narrow=options.label_key in options.reader.narrow,
             )
+        if options.is_known_label:
+            row.notes.shape += f", {options.label_key} -> label of the reward"
         prompt_ids = (_chat_prompt if row.chat else _text_prompt)(row, tokenizer, options)
     note_lost(row.notes, tokenizer, row.data(), prompt_ids)
     return {

@@ -23,7 +23,7 @@ def checked(argv: list[str]) -> PPOArguments:
         if value is None:
             raise UserError(flag, "missing", "a path or hub name")
     args = as_ppo(given)
-    check_flags("train_ppo", args, eval_metrics(args.evaluation), **facts_of_rollouts(args.scores))
+    check_flags("train_ppo", args, eval_metrics(args.evaluation), **facts_of_rollouts(args))
     check_rollouts(args.rollout)
     check_rewards(args.scores, args.environment, needs_source=True)
     check_free(args.output.output_dir, args.output.overwrite)

@@ -21,7 +21,7 @@ def check(argv: list[str]) -> OnlineDPOArguments:
     args = parse(argv)
     if not args.preference.online:
         raise UserError("--online", "false", "leave it out")
-    check_flags("train_dpo --online", args, eval_metrics(args.evaluation), **facts_of_rollouts(args.scores))
+    check_flags("train_dpo --online", args, eval_metrics(args.evaluation), **facts_of_rollouts(args))
     check_rollouts(args.rollout)
     has_other_scores = args.rollout.rollouts_from and not has_evaluation(args.data)
     check_rewards(args.scores, args.environment, needs_source=not has_other_scores)

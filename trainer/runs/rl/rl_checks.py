@@ -5,6 +5,7 @@ import math
 import os
 
 from trainer.comma_separated import names_in, names_to_check
+from trainer.datasets.shapes.references import lack_references
 from trainer.errors import UserError
 from trainer.flags.data_rules import has_evaluation
 from trainer.flags.rl_flags import (
@@ -12,6 +13,7 @@ from trainer.flags.rl_flags import (
     EvaluationArguments,
     PPOArguments,
     RolloutArguments,
+    RolloutRunArguments,
     ScoreArguments,
 )
 from trainer.rollout.envs.environments import read_sources
@@ -31,7 +33,7 @@ from trainer.runs.flag_checks import check_flags
 
 def validate(args: PPOArguments, is_demo: bool = False) -> None:
     """Raise UserError for flags that no run could have."""
-    check_flags("train_ppo", args, eval_metrics(args.evaluation), is_demo=is_demo, **facts_of_rollouts(args.scores))
+    check_flags("train_ppo", args, eval_metrics(args.evaluation), is_demo=is_demo, **facts_of_rollouts(args))
     if args.advantage.dual_clip is not None and args.advantage.dual_clip <= 1:
         raise UserError("--dual_clip", f"{args.advantage.dual_clip:g}", "above 1")
     if min(args.advantage.sapo_temperatures) <= 0:
@@ -52,11 +54,13 @@ def eval_metrics(evaluation: EvaluationArguments) -> tuple[str, ...]:
     return ("eval_reward", *passes, "eval_response_length")
 
 
-def facts_of_rollouts(scores: ScoreArguments) -> dict:
+def facts_of_rollouts(args: RolloutRunArguments) -> dict:
     """What the table of rules may know before the run starts."""
+    scores, data = args.scores, args.data
+    compares = rewards_need_labels(scores.reward_func, scores.judge_rubric, scores.judge_mode)
     return {
         "num_ranks": int(os.environ.get("WORLD_SIZE", 1)),
-        "needs_labels": rewards_need_labels(scores.reward_func, scores.judge_rubric, scores.judge_mode),
+        "needs_labels": compares and lack_references(data.dataset or data.eval_dataset),
     }
 
 
