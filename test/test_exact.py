@@ -270,7 +270,13 @@ def test_the_self_test_finds_kernels_that_depend_on_the_place_in_memory(monkeypa
     self_test.self_test()
     plain = F.linear
     monkeypatch.setattr(F, "linear", lambda x, w, b: plain(x, w, b) * (1 + 1e-7 * (w.data_ptr() % 64 != 0)))
-    with pytest.raises(UserError, match=r"--exact: a product of 1 x 64 and 64 x 96 changes on this machine with the"):
+    found = r"--exact: a product of 1 x 64 and 64 x 96 changes on this machine with the place in memory. "
+    with pytest.raises(UserError, match=found + "Remove the flag."):
+        self_test.self_test()
+    with pytest.raises(UserError, match=found + "Take --cpu_matmul mkl."):
+        self_test.self_test(library="onednn")
+    monkeypatch.setenv("MKL_CBWR", "OFF")
+    with pytest.raises(UserError, match=found + "Unset MKL_CBWR, which is OFF."):
         self_test.self_test()
 
 

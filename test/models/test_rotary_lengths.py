@@ -54,7 +54,7 @@ def test_a_packed_document_has_the_frequencies_that_transformers_gives_it_alone(
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (sft(9), "--max_len: 9 with longrope .* up to 8, or --packing_samples without --ring_attn_size"),
+        (sft(9), "--max_len: 9 with longrope .* up to 8, or --packing_samples without --ring_attn_size and --exact"),
         (sft(9, packing=True, ring=2), "--max_len: 9 with longrope"),
         (ppo(4, 5), r"--prompt_max_len \+ --generate_max_len: 9 with longrope"),
     ],

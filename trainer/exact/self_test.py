@@ -22,6 +22,7 @@ PRODUCTS = (
     (37, 96, 200),
     (300, 256, 256),
 )  # tokens, columns in and out; the last is oneDNN's
+NO_ROLLOUTS = "Remove the flag: rollouts need this."
 ATTENTION = ((5, 4, 16), (130, 4, 64))  # tokens, heads, columns of a head
 
 
@@ -35,20 +36,29 @@ def ask_for_fixed_kernels() -> None:
     torch.set_num_threads(1)
 
 
-def self_test(splits_rows: bool = False, decodes: bool = False) -> None:
+def self_test(splits_rows: bool = False, decodes: bool = False, library: str = "mkl") -> None:
     """Raise UserError if the kernels in use lack a property that --exact needs (collective, well under a second).
 
     With `splits_rows`, ranks compute products of some rows of a sample each. An engine `decodes` single tokens.
+    `library` makes the products, mkl or onednn.
     """
     plain = dict(_results(_aligned))
     _compare(plain, dict(_results(_aligned)), "from one call to the next", "Remove the flag.")
-    _compare(plain, dict(_results(_shifted)), "with the place in memory", "Take another --cpu_matmul, or remove it.")
+    _compare(plain, dict(_results(_shifted)), "with the place in memory", _if_moved(library))
     if splits_rows:
-        _compare_rows("Remove the flag: rollouts need this." if decodes else "Set --ring_attn_size to 1.")
+        _compare_rows(NO_ROLLOUTS if decodes else "Set --ring_attn_size to 1.")
     if decodes:
         _compare_decoding()
     for rank, other in enumerate(gather_objects(plain)):
         _compare(plain, other, f"between this rank and rank {rank}", "Take ranks with processors of one kind.")
+
+
+def _if_moved(library: str) -> str:
+    """What to do if the place in memory changes a result of `library`, mkl or onednn."""
+    kernels = os.environ.get("MKL_CBWR")
+    if library == "onednn":
+        return "Take --cpu_matmul mkl."
+    return "Remove the flag." if kernels == "AUTO" else f"Unset MKL_CBWR, which is {kernels}."
 
 
 def _compare(plain: dict[str, str], other: dict[str, str], how: str, instead: str) -> None:
@@ -81,13 +91,14 @@ def _compare_decoding() -> None:
                 query[:, :, at : at + 1], key[:, :, : at + 1], value[:, :, : at + 1], here, columns**-0.5
             )
             if not torch.equal(alone, whole[:, :, at : at + 1]):
-                raise UserError("--exact", "attention of one token has other bits than in its sample", "no rollouts")
+                raise UserError(
+                    "--exact", "attention of one token has other bits than in its sample", instead=NO_ROLLOUTS
+                )
     values = torch.rand(37, 12, generator=generator) * 30
     for function in (torch.sin, torch.cos, torch.exp, torch.log):
         if not torch.equal(function(values)[5:6], function(values[5:6].contiguous())):
-            raise UserError(
-                "--exact", f"{function.__name__} of one token has other bits than in its sample", "no rollouts"
-            )
+            found = f"{function.__name__} of one token has other bits than in its sample"
+            raise UserError("--exact", found, instead=NO_ROLLOUTS)
 
 
 def _aligned(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -33,7 +33,7 @@ def fit_rotary(model, *, longest: int, rolls_out: bool, packed: bool, is_split: 
             if found == "dynamic" or kind != found or not is_known:
                 flag = "--prompt_max_len + --generate_max_len" if rolls_out else "--max_len"
                 can_pack = found == "longrope" and not rolls_out
-                packed = ", or --packing_samples without --ring_attn_size" if can_pack else ""
+                packed = ", or --packing_samples without --ring_attn_size and --exact" if can_pack else ""
                 problem = f"{longest} with {found} rotary embeddings, which change with the longest text of a batch"
                 raise UserError(flag, problem, f"up to {original}{packed}")
             module.forward = _of_each_document(module, original)

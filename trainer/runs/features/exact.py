@@ -4,6 +4,7 @@ from trainer.exact.exact_losses import with_exact_sums
 from trainer.exact.graph_order import add_within_modules_first
 from trainer.exact.self_test import ask_for_fixed_kernels, self_test
 from trainer.flags.parse_flags import with_flags
+from trainer.models.cpu_matmul import chosen
 from trainer.runs.feature import Feature
 
 
@@ -29,7 +30,7 @@ def hold_rollouts_to_bits(run) -> None:
 
 def check_machine(run) -> None:
     rolls_out = run.setup.rolls_out  # a decoded token is a row of its own
-    self_test(splits_rows=rolls_out or run.setup.sp_group is not None, decodes=rolls_out)
+    self_test(rolls_out or run.setup.sp_group is not None, rolls_out, chosen())
     run.setup.strategy.print("exact: each sample is a micro-batch of its own; flags about micro-batches change nothing")
     if rolls_out:
         run.setup.strategy.print(
