@@ -87,6 +87,10 @@ def test_turns_that_the_template_shows_without_their_thoughts_are_counted(name):
         assert "message 2 as the model writes it, and its key asks for a loss" in refusal(
             name, [USER, thinks(1, weight=1), USER, thinks(2)], train_on=train_on
         )
+    row = {"prompt": [USER], "chosen": [thinks(1), USER, thinks(2)], "rejected": [ANSWER]}
+    found = refusal(name, row, task="pairs")
+    assert "message 2 as the model writes it, and all turns of an answer have a loss: it drops the thoughts" in found
+    assert "or answers of one message" in found and "its key" not in found
     assert "leaves out the thoughts of earlier turns (2 rows)" in lines(name, talk[:3], talk[:3], task="prompt")[1]
     row = {"messages": talk[:3], "chosen": "x", "rejected": "y"}
     assert "leaves out the thoughts of earlier turns (1 rows)" in lines(name, row, task="pairs")[1]

@@ -33,6 +33,7 @@ from trainer.datasets.text_flags import is_jinja, read_arguments
 from trainer.errors import UserError
 
 REASON = "it drops the thoughts, or calls of tools do not fit its format"
+KEY_ASKS = ("its key asks for a loss", "no such key")
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
 LOST = (
     "WARNING: {} of {} turns of the assistant have no loss: the chat template shows them otherwise than the model writes "
@@ -149,12 +150,19 @@ def _check_marks(name: str, template: str, tokenizer: Any) -> None:
 
 
 def render_chat(
-    tokenizer: Any, messages: list[dict], *, multiturn: bool, tools: list | None = None, notes: Notes | None = None
+    tokenizer: Any,
+    messages: list[dict],
+    *,
+    multiturn: bool,
+    tools: list | None = None,
+    notes: Notes | None = None,
+    asks: tuple[str, str] = KEY_ASKS,
 ) -> tuple[list[int], list[int]]:
     """Render a conversation to (input_ids, loss_mask): the template's own tokens, and 1 on the assistant's tokens.
 
     tools: JSON schemas of functions that the assistant may call. The template shows them in the prompt.
     notes: those of the row. They get the turns with a loss, and that messages are left out.
+    asks: why a message whose key `train` is true must have a loss, and what cures it, for the refusal of one that cannot.
 
     The last assistant turn is trained, or each one with multiturn, unless a message says it by its key `train`. A turn begins after the generation prompt and ends
     with its stop token. The stop token is trained, but white space after it is not. An empty answer is not trained.
@@ -200,8 +208,8 @@ def render_chat(
         raise UserError("the chat template", f"does not show {where} as the model writes it: {REASON}", REMEDY)
     lost = [turn for turn in trained if turn not in spans]
     if asked := [turn for turn in lost if flags.get(turn)]:
-        found = f"does not show message {asked[0] + 1} as the model writes it, and its key asks for a loss: {REASON}"
-        raise UserError("the chat template", found, f"{REMEDY}, or no such key")
+        found = f"does not show message {asked[0] + 1} as the model writes it, and {asks[0]}: {REASON}"
+        raise UserError("the chat template", found, f"{REMEDY}, or {asks[1]}")
     if multiturn:
         notes.facts.add(counted(LOST, len(lost), len(trained), without="loss on every turn of the assistant"))
     loss_mask = [0] * len(input_ids)

@@ -28,6 +28,7 @@ from trainer.flags.data_rules import refuse_for_rows
 
 # what becomes of a row, in its column `fate`; only rows with "kept" are trained
 KEPT, IDENTICAL, EMPTY, CUT_AWAY = "kept", "identical", "empty", "cut away"
+ALL_TURNS = ("all turns of an answer have a loss", "answers of one message")
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _chat_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOptions
         if not messages[-1]["content"].strip() and not messages[-1].get("tool_calls"):
             # an empty answer has no loss token: an earlier turn must not be trained instead
             return render_chat(tokenizer, messages[:-1], multiturn=False, tools=tools)[0], []
-        return render_chat(tokenizer, messages, multiturn=False, tools=tools)
+        return render_chat(tokenizer, messages, multiturn=False, tools=tools, asks=ALL_TURNS)
 
 
 def conversation_of(row: ReadRow, part: str, template: str | None) -> list[dict]:
