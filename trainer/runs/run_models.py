@@ -19,7 +19,6 @@ from trainer.model_folders import model_folder
 from trainer.model_folders.folder_names import find_weights, weights_size
 from trainer.model_parallel.expert_parallel import validate_expert_widths
 from trainer.models.attention.choice import fit_attention, validate_model
-from trainer.models.folder_faults import check_tokens, load_fault
 from trainer.models.layers.activation_offload import offload_layer_inputs
 from trainer.models.layers.activations import recompute_layers
 from trainer.models.layers.compiled import compile_layers
@@ -27,7 +26,7 @@ from trainer.models.layers.float8 import use_float8
 from trainer.models.layers.recurrent_layers import restart_at_documents, share_heads
 from trainer.models.layers.rotary_lengths import fit_rotary
 from trainer.models.layers.vision import set_learning_rate
-from trainer.models.model_loading import check_code, disable_dropout, has_sdpa
+from trainer.models.model_loading import check_code, check_tokens, disable_dropout, has_sdpa, load_fault
 from trainer.optimizers.build import build_scheduler
 from trainer.planning.model_page import model_page
 from trainer.runs.run_setup import Setup

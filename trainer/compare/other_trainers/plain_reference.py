@@ -22,8 +22,7 @@ from trainer.compare.runs.parity import Comparison, signed_rel
 from trainer.compare.runs.plain_loop import load_plain_model, plain_step
 from trainer.datasets.files.loading import load_rows
 from trainer.errors import UserError
-from trainer.models.folder_faults import load_fault
-from trainer.models.model_loading import resolve_model_folder
+from trainer.models.model_loading import load_fault, resolve_model_folder
 
 MicroBatches = list[list[int]]  # the row numbers of each micro-batch of one step
 MORE_STEPS = 2  # logged steps after the first difference, which a mistake must also explain

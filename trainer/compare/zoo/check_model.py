@@ -147,7 +147,7 @@ def read_config(folder: str):
     # not at the top: `import_libraries` sets the environment first
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    from trainer.models.folder_faults import unreadable
+    from trainer.models.model_loading import unreadable
 
     try:
         values = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8-sig"))
@@ -229,8 +229,7 @@ def template_rows(folder: str, vocab_size: int | None) -> list[tuple]:
     from trainer.datasets.conversations.templates import GENERATION_TAG, render_chat
     from trainer.datasets.conversations.tokens import trains_stop
     from trainer.datasets.samples.sft_samples import NO_END, NO_STOP, NO_STOP_CURE
-    from trainer.models.folder_faults import check_tokens
-    from trainer.models.model_loading import load_tokenizer
+    from trainer.models.model_loading import check_tokens, load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     if vocab_size and len(tokenizer) > vocab_size:
