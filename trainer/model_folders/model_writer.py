@@ -9,21 +9,22 @@ from collections.abc import Iterable, Iterator
 from typing import Optional
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from trainer.distributed.collectives import together
+from trainer.distributed.collectives import gather_objects, local_rank, together
 from trainer.errors import UserError
 from trainer.model_folders import adapter_tensors
 from trainer.model_folders.adapter_folder import ADAPTER_WEIGHTS
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.model_folders.model_folder import GENERATION_CONFIG, plain_class, published_weights
 from trainer.model_folders.safetensors_stream import SafetensorsStream
-from trainer.model_folders.several_writers import new_mark, own_part
 
 PROCESSORS_OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
+WRITERS_PER_NODE = 4  # each holds a tensor in host memory, and a disk is busy with few
 EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 
@@ -206,7 +207,7 @@ def save_pretrained(
         fresh_folder(folder)
         _save_configs(model, dtype, temporary)
         tokenizer.save_pretrained(temporary)
-        return new_mark(temporary)
+        return _new_mark(temporary)
 
     def write(part: Optional[int], num_parts: int) -> None:
         try:
@@ -229,7 +230,7 @@ def save_pretrained(
     try:
         [mark, *_] = together(lambda: begin() if writes else None, **faults)
         if tensors is not None:
-            part, num_parts = own_part(temporary, mark)
+            part, num_parts = _own_part(temporary, mark)
             together(lambda: write(part, num_parts), **faults)
         together(lambda: end(mark) if writes else None, **faults)
     except UserError:
@@ -250,3 +251,26 @@ def _save_configs(model, dtype: torch.dtype, folder: str) -> None:
         adapter_tensors.save_adapter_config(model, folder)
     elif model.can_generate():  # its save_pretrained refuses older configs with a temperature without do_sample
         model.generation_config.to_json_file(os.path.join(folder, GENERATION_CONFIG), use_diff=True)
+
+
+# --- several ranks write the files of one new folder
+
+
+def _new_mark(folder: str) -> str:
+    """Write an empty file by which other ranks know this folder from one of the same name. Returns its name."""
+    name = f"writers-{os.urandom(8).hex()}"
+    open(os.path.join(folder, name), "w").close()
+    return name
+
+
+def _own_part(folder: str, mark: str) -> tuple[Optional[int], int]:
+    """(this rank's number among the writers, or None; the number of writers). One all-gather over all ranks.
+
+    The first ranks of each node write, if they see the folder. One rank of each node comes first.
+    """
+    number = local_rank()
+    writes = number < WRITERS_PER_NODE and os.path.exists(os.path.join(folder, mark))
+    found = enumerate(gather_objects((number, writes)))
+    writers = [rank for _, rank in sorted((local, rank) for rank, (local, writes) in found if writes)]
+    own = dist.get_rank() if dist.is_initialized() else 0
+    return (writers.index(own) if own in writers else None), len(writers)

@@ -4,13 +4,15 @@ import functools
 
 from trainer.datasets.batches import shared_prompts
 from trainer.datasets.images.image_batches import WORKERS
+from trainer.errors import UserError
 from trainer.flags.names.presets import describe_preset
 from trainer.methods.load_balance import experts_per_token, with_batch_balance_loss
 from trainer.model_folders.model_folder import read_config
 from trainer.models.attention import prompt_tree
 from trainer.models.layers.routing_replay import Routers
+from trainer.models.model_bounds import bounds_of
+from trainer.rollout import rollouts_file
 from trainer.rollout.resumed_rollouts import AheadFiles, ResumedRollouts, find_resumed
-from trainer.rollout.rollouts_file import frozen
 from trainer.rollout.sample_pages import SamplePages
 from trainer.rollout.timeline import Timeline
 from trainer.runs.feature import Feature
@@ -23,7 +25,7 @@ from trainer.runs.features.image_runs import freeze_vision, images_of, use_image
 from trainer.runs.features.merged_base import MERGED_BASE
 from trainer.runs.features.reference import REFERENCE
 from trainer.runs.rl.rl_engines import build_environments, rollouts_ahead
-from trainer.runs.rl.rl_frozen import frozen_rollouts
+from trainer.runs.rl.rl_options import sampling_of
 from trainer.training.ema import WeightAverage
 
 # --- what the policy is and reads
@@ -54,11 +56,31 @@ def share_prompts(run) -> None:
 
 
 def read_frozen(run) -> None:
-    run.frozen = frozen_rollouts(run.args, run.setup.folder)
+    """Read the rollouts of --rollouts_from. Raises UserError if they do not fit this run or its model."""
+    args, bounds = run.args, bounds_of(run.setup.folder, run.setup.trust_remote_code)
+    frozen, size = rollouts_file.read_rollouts(args.rollout.rollouts_from, bounds), args.rollout.n_samples_per_prompt
+    if not frozen:
+        raise UserError(
+            "--rollouts_from", f"{args.rollout.rollouts_from} holds no rollout", "a rollouts.jsonl of train_ppo"
+        )
+    for sample in (sample for samples in frozen for sample in samples):
+        if bool(sample.kept_ids) != sampling_of(args).truncates:
+            found = (
+                f"{args.rollout.rollouts_from} was made {'with' if sample.kept_ids else 'without'} truncated sampling"
+            )
+            raise UserError("--top_p, --top_k, --min_p", found, "the values of the run that made the rollouts")
+        if args.rollout.routing_replay and sample.experts is None:
+            found = f"{args.rollout.rollouts_from} was made without it"
+            raise UserError("--routing_replay", found, "rollouts with it, or leave it out")
+    odd = next((len(samples) for samples in frozen if len(samples) % size), None)
+    if odd is not None:
+        found = f"{size} with a rollout of {odd} samples in {args.rollout.rollouts_from}"
+        raise UserError("--n_samples_per_prompt", found, "the value of the run that made the rollouts")
+    run.frozen = frozen
 
 
 def train_frozen(run) -> None:
-    run.ppo.recorded = frozen(run.frozen)
+    run.ppo.recorded = rollouts_file.frozen(run.frozen)
 
 
 # --- what the roles are
