@@ -6,13 +6,11 @@ from trainer.comma_separated import names_in
 from trainer.datasets.samples.parts import WHOLE
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.unpaired import tokenize_unpaired
-from trainer.distributed.collectives import rank_0_first
 from trainer.errors import UserError
 from trainer.flags.preference_flags import PreferenceArguments
 from trainer.methods.dpo import make_preference_loss
 from trainer.methods.kto import make_kto_loss
 from trainer.models.losses.preference_loss import PAIR_LOSSES, PairLoss, PreferenceOptions
-from trainer.models.model_loading import resolve_adapted_model
 from trainer.runs.run_data import load_sets_of, text_options, tokenized
 from trainer.runs.run_models import frozen_model
 
@@ -58,14 +56,8 @@ def answer_options(args):
 
 
 def losses_of(loss: str) -> list[PairLoss]:
-    """The losses of pairs that --loss names. kto is none of them. Raises UserError for an unknown name."""
-    if loss == "kto":
-        return []
-    names = names_in(loss)
-    if not names or any(name not in PAIR_LOSSES for name in names):
-        allowed = ", ".join((*PAIR_LOSSES, "kto"))
-        raise UserError("--loss", loss, allowed if len(names) == 1 else allowed.removesuffix(", kto"))
-    return [PAIR_LOSSES[name] for name in names]
+    """The losses of pairs that --loss names. kto is none of them. `check_loss_names` has seen the names."""
+    return [] if loss == "kto" else [PAIR_LOSSES[name] for name in names_in(loss)]
 
 
 def needs_reference(loss: str) -> bool:
@@ -126,20 +118,12 @@ def frozen_models(run) -> dict[str, Optional[str]]:
     return {"ref_model": flags.ref_model} if needs_reference(flags.loss) else {}
 
 
-def reference_folder(run) -> tuple[str, Optional[str]]:
-    """The folder of the reference model, and of the adapter whose update is added to it."""
-    ref_model = run.args.preference.ref_model
-    if not ref_model:
-        return run.setup.folder, run.args.lora.lora_adapter
-    return rank_0_first(lambda: resolve_adapted_model(ref_model, "--ref_model"))
-
-
 def load_reference(run):
     """The reference model, frozen and sharded like the policy."""
     flags, strategy = run.args.preference, run.setup.strategy
     if flags.ref_offload and strategy.device.type == "cpu":
         strategy.print("--ref_offload: the device is the CPU, so the reference is already in host memory")
     flag = "--ref_model" if flags.ref_model else "--pretrain"
-    folder, adapter = reference_folder(run)
+    folder, adapter = run.reference
     reference = run.load(folder, flag, trained=False, adapter=adapter)
     return frozen_model(run.setup, reference, flags.ref_offload)

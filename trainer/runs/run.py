@@ -9,8 +9,10 @@ from typing import Any, Optional
 
 from trainer.comma_separated import names_in
 from trainer.datasets.files.image_files import has_images
+from trainer.distributed.collectives import rank_0_first
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS
+from trainer.models.model_loading import resolve_adapted_model
 from trainer.runs import output_folders, outputs
 from trainer.runs.run_models import load_model
 from trainer.runs.run_setup import Setup
@@ -88,6 +90,17 @@ class Run:
     def merged_adapter(self) -> Optional[str]:
         """The adapter whose update is in the weights of the trained model from the start on."""
         return self.args.lora.lora_adapter if self.args.lora.merge_adapter else None
+
+    @functools.cached_property
+    def reference(self) -> tuple[str, Optional[str]]:
+        """The folder of the reference model, and the adapter whose update is added to it. All ranks ask first together.
+
+        --ref_model names it, or --teacher in RL. Without either it begins as the policy does.
+        """
+        name, flag = self.flags.ref_model, "--teacher" if self.flags.teacher else "--ref_model"
+        if not name:
+            return self.setup.folder, self.args.lora.lora_adapter
+        return rank_0_first(lambda: resolve_adapted_model(name, flag))
 
     @property
     def has_images(self) -> bool:

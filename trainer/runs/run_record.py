@@ -67,9 +67,10 @@ def contents(run, flags) -> dict[str, dict]:
     found: dict[str, dict] = {"pretrain": {"config": config_of(setup.folder, setup.trust_remote_code)}}
     hash_of = functools.cache(weights_hash)  # several models may be of one folder
     for flag, name in frozen_models(run).items():
-        path, adapter = resolve_adapted_model(name, f"--{flag.split()[0]}") if name else (setup.folder, None)
-        if flag == "ref_model" and not name:
-            adapter = known.lora_adapter  # the reference begins as the policy does
+        if flag == "ref_model":
+            path, adapter = run.reference
+        else:
+            path, adapter = resolve_adapted_model(name, f"--{flag.split()[0]}") if name else (setup.folder, None)
         found[flag] = {"config": config_of(path, setup.trust_remote_code), "weights": hash_of(path)}
         if is_adapter(adapter):
             found[flag]["adapter"] = read_adapter(adapter, f"--{flag}").config | {"weights": hash_of(adapter)}

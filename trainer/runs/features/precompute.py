@@ -8,7 +8,7 @@ import torch
 from trainer.distributed.collectives import broadcast_object, rank_0_alone
 from trainer.methods import reference_cache as cache
 from trainer.runs.feature import Feature
-from trainer.runs.preference_runs import load_reference, reference_folder
+from trainer.runs.preference_runs import load_reference
 
 
 def add_log_probs(run) -> None:
@@ -18,7 +18,7 @@ def add_log_probs(run) -> None:
     disk.
     """
     strategy, args, sets, reference, result = run.setup.strategy, run.args, [run.samples, run.eval_samples], None, []
-    folder, adapter = reference_folder(run)
+    folder, adapter = run.reference
     model = broadcast_object(cache.model_hash(folder, adapter) if strategy.is_rank_0() else None)
     for pairs in sets:
         if pairs is None:

@@ -85,12 +85,10 @@ def check_length(args: PPOArguments, config) -> None:
 
 def build_reference(run: RLRun):
     """The reference model or the teacher, frozen and sharded like the policy."""
-    flags, setup, folder, flag = run.args.kl, run.setup, run.setup.folder, "--pretrain"
-    adapter = run.args.lora.lora_adapter
-    if flags.ref_model:
-        flag = "--teacher" if flags.teacher else "--ref_model"
-        folder, adapter = rank_0_first(lambda: resolve_adapted_model(flags.ref_model, flag))
-    return frozen_model(setup, run.load(folder, flag, False, adapter), flags.offload_ref)
+    flags, (folder, adapter) = run.args.kl, run.reference
+    named = "--teacher" if flags.teacher else "--ref_model"
+    model = run.load(folder, named if flags.ref_model else "--pretrain", False, adapter)
+    return frozen_model(run.setup, model, flags.offload_ref)
 
 
 def build_critic(run: RLRun) -> tuple:
