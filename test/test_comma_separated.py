@@ -5,6 +5,7 @@ import pytest
 from trainer.cli import train_kd, train_ppo, train_sft
 from trainer.comma_separated import names_in, names_to_check
 from trainer.errors import UserError
+from trainer.flags.names.loss_names import check_loss_names
 from trainer.runs.preference_runs import losses_of
 
 
@@ -42,4 +43,4 @@ def test_a_comma_alone_is_refused(command, flags, tmp_path):
 def test_a_loss_of_a_comma_alone_is_refused():
     assert [loss.needs_reference for loss in losses_of("dpo, simpo,")] == [True, False]
     with pytest.raises(UserError, match="--loss"):
-        losses_of(",")
+        check_loss_names("train_dpo", ",")

@@ -56,7 +56,7 @@ def test_names_are_those_of_the_losses(tmp_path):
         for ours in names.values():
             assert ours.split()[0] == "--nll_loss_coef" or ours.split()[1] in taken[ours.split()[0]], ours
     (tmp_path / "own.py").write_text("T = {'a': 1, **OTHERS}\n")
-    assert loss_names.keys_of(tmp_path / "own.py", "T") == ()  # the run then says it
+    assert loss_names.keys_of(tmp_path / "own.py", "T") == ()  # then the loss itself is looked up
 
 
 def test_these_checks_import_no_torch():

@@ -37,11 +37,10 @@ def run(argv: list[str]) -> None:
 
     from trainer.datasets.samples.preference import collate_pairs, render_pair
     from trainer.runs.preference_runs import load_pairs
-    from trainer.runs.reward_model_runs import check_loss, initial_folder, make_loss, note_scores
+    from trainer.runs.reward_model_runs import initial_folder, make_loss, note_scores
     from trainer.runs.run import Method
     from trainer.runs.run_training import train
 
-    check_loss(args.reward.loss)
     method = Method(
         COMMAND,
         eval_metrics=EVAL_METRICS,

@@ -42,7 +42,7 @@ from trainer.model_folders.model_writer import (
     save_source_config,
 )
 from trainer.models.model_loading import load_tokenizer, resolve_model_folder
-from trainer.runs.output_folders import EXPORTED, check_places
+from trainer.runs.output_folders import EXPORTED
 from trainer.runs.outputs import final_values, write_model_card
 from trainer.strategies.dtypes import DTYPES
 from trainer.training.checkpointing import FOLDER
@@ -67,8 +67,10 @@ def export(
     dtype_name: Optional[str] = None,
     max_shard_gb: Optional[float] = None,
 ) -> None:
-    """Find out what `source` is, and write it to the new folder `target`. Raises UserError; then there is no `target`."""
-    check_places(source, target)
+    """Find out what `source` is, and write it to the folder `target`. Raises UserError; then there is no `target`.
+
+    `output_folders.check_places` has seen that `target` is new.
+    """
     source, target = os.path.abspath(source), os.path.abspath(target)
     kind = kind_of(source)
     given = {"--portable": portable, "--base": base, "--dtype": dtype_name, "--max_shard_gb": max_shard_gb is not None}

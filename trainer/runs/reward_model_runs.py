@@ -3,17 +3,10 @@
 import os
 
 from trainer.distributed.collectives import rank_0_alone
-from trainer.errors import UserError
 from trainer.methods.rm import evaluation_scores, make_reward_loss
 from trainer.model_folders.model_folder import unwrapped
-from trainer.models.losses.preference_loss import REWARD_LOSSES
 from trainer.models.reward import make_initial_reward_model, return_token_scores
 from trainer.reports.score_plot import plot_scores
-
-
-def check_loss(name: str) -> None:
-    if name not in REWARD_LOSSES:
-        raise UserError("--loss", name, ", ".join(REWARD_LOSSES))
 
 
 def initial_folder(run) -> str:

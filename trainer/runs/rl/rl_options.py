@@ -5,12 +5,11 @@ import math
 from typing import Optional
 
 from trainer.comma_separated import names_in
-from trainer.errors import UserError
 from trainer.flags.groups import flat
 from trainer.flags.rl_flags import PPOArguments
 from trainer.methods.advantages import AdvantageOptions
 from trainer.methods.ppo_state import PPOOptions
-from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions
+from trainer.models.losses.policy_loss import PolicyOptions
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.evaluation import Evaluation, groups_of
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT
@@ -36,12 +35,6 @@ def sampling_of(args: PPOArguments, stop_ids: tuple[int, ...] = ()):
     return Sampling(
         args.rollout.temperature, args.rollout.generate_max_len, stop_ids, tuple(args.rollout.stop or ()), **truncation
     )
-
-
-def check_policy_loss(name: str) -> None:
-    """Raise UserError for a --policy_loss that is not in the file of policy losses."""
-    if name not in POLICY_LOSSES:
-        raise UserError("--policy_loss", name, ", ".join(POLICY_LOSSES))
 
 
 def filtering_range(args: PPOArguments) -> Optional[tuple[float, float]]:

@@ -33,7 +33,7 @@ from trainer.runs import outputs
 from trainer.runs.feature import apply
 from trainer.runs.rl.rl_evaluation import answers_log, with_groups
 from trainer.runs.rl.rl_features import RL_FEATURES
-from trainer.runs.rl.rl_options import check_policy_loss, evaluation_of, ppo_options
+from trainer.runs.rl.rl_options import evaluation_of, ppo_options
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_roles import build_roles, make_batches_of
 from trainer.runs.run_data import load_sets, load_sets_of, note_small_data, text_options, tokenized
@@ -48,7 +48,6 @@ POLICY = RLMethod("train_ppo", make_batches_of)
 
 def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) -> None:
     """One run, in the order of its parts: strategy, prompts, roles, features, state, phases, save. Flags are checked."""
-    check_policy_loss(args.advantage.policy_loss)
     run = RLRun(method=method, args=args, auto_class=AutoModelForCausalLM)
     kind = {"rolls_out": True, "vllm": args.rollout.rollout_engine == "vllm", "is_demo": is_demo}
     apply(RL_FEATURES, run, "before_setup")
