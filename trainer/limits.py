@@ -22,6 +22,9 @@ DEFAULTS: dict[str, tuple[int, str]] = {
     "answer_mb": (32, "MB of one answer of a reward server, an engine, an environment or an MCP server"),
     "values": (200_000, "values of the JSON of one answer; each takes up to 100 bytes"),
     "metrics": (256, "metrics of one environment"),
+    "answer_s": (30, "seconds for the start and for each call of an MCP server, where from_mcp has no timeout="),
+    "pages": (100, "pages of the list of tools of an MCP server"),
+    "printed_kb": (1024, "KB that one environment in --env_sandbox prints on the screen"),
     "pixels": (100_000_000, "pixels of an image"),
     "image_mb": (64, "MB of an image file"),
     "ratio": (200, "times that a compressed file may grow; archives and column files below unpacked_mb are exempt"),
@@ -51,6 +54,11 @@ def raise_limits(settings: Iterable[str]) -> None:
             allowed = ", ".join(f"{key}={default}" for key, (default, _) in DEFAULTS.items())
             raise UserError("--limits", setting, f"NAME=NUMBER of {allowed}")
         _raised[name] = int(value)
+
+
+def raised() -> list[str]:
+    """The settings of this process, for `raise_limits` in another one."""
+    return [f"{name}={value}" for name, value in _raised.items()]
 
 
 def too_large(where: str, found: Any, name: str) -> UserError:

@@ -12,13 +12,14 @@ import pytest
 import torch.distributed as dist
 from conversations import TURNS, Script, byte_tokenizer, environments, sampling_of
 
+from trainer import limits
 from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import UserError
 from trainer.rollout.envs import episodes
 from trainer.rollout.envs.env_process import ProcessEnvironment
 from trainer.rollout.envs.environments import Response, Source, load_environment
 from trainer.rollout.envs.episodes import generate_episodes
-from trainer.rollout.envs.nursery import PRINTED_BYTES, Printed
+from trainer.rollout.envs.nursery import Printed
 
 ENVIRONMENT = """
 import os, socket, subprocess, sys, time
@@ -185,8 +186,9 @@ def read(path: Path) -> bytes:
         return b""
 
 
-def test_no_line_of_an_environment_looks_like_one_of_the_trainer(capfd):
+def test_no_line_of_an_environment_looks_like_one_of_the_trainer(capfd, monkeypatch):
     """Also not if it comes in parts, between which another environment prints, and with characters of a terminal."""
+    monkeypatch.setitem(limits._raised, "printed_kb", 8)
     one, other = Printed(), Printed()
     for printed, data in (
         (one, b"x"),
@@ -197,7 +199,7 @@ def test_no_line_of_an_environment_looks_like_one_of_the_trainer(capfd):
         printed.take(data)
     one.take("\x1b[31m\u2028error: end".encode())
     one.take(b"", is_last=True)
-    other.take(b"y" * (PRINTED_BYTES + 9))
+    other.take(b"y" * (8192 + 9))
     other.take(b"\nmore\n")
     output = capfd.readouterr().err
     assert output.splitlines()[:4] == [
@@ -207,4 +209,4 @@ def test_no_line_of_an_environment_looks_like_one_of_the_trainer(capfd):
         "environment: \\x1b[31m\\u2028error: end",
     ]
     assert all(line.startswith("environment: ") for line in output.splitlines())
-    assert PRINTED_BYTES - 100 < output.count("y") < PRINTED_BYTES and "more" not in output
+    assert 8192 - 100 < output.count("y") < 8192 and "more" not in output

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from conversations import TURNS, Script, byte_tokenizer, environments, sampling_of
 from launch import ROOT
 
+from trainer import limits
 from trainer.datasets.samples.prompts import COLUMN
 from trainer.rollout.envs.env_process import ProcessEnvironment
 from trainer.rollout.envs.environments import Source
 from trainer.rollout.envs.episodes import generate_episodes
-from trainer.rollout.envs.mcp_env import MAX_PAGES, MCPServer, from_mcp
+from trainer.rollout.envs.mcp_env import MCPServer, from_mcp
 
 COMMAND = [sys.executable, f"{ROOT}/test/mcp_server.py"]
 SIMPLE = """
@@ -162,15 +163,18 @@ def test_a_server_that_is_lost_costs_its_sample_only():
 @pytest.mark.parametrize(
     ("statement", "expected"),
     [
-        ("while True: sys.stdout.write('x' * 65536)", "sent a message of more than 16 MB"),
+        ("while True: sys.stdout.write('x' * 65536)", "sent a message of more than 2 MB; --limits"),
+        ("print('[' + '[],' * 300_000 + '0]', flush=True)", "sent JSON of more than 200000 values; --limits values"),
         ("while True: print('x' * 65536, file=sys.stderr)", "gave no answer to tools/call in 3 s"),
         ("while True: print('x' * 65536)", "gave no answer to tools/call in 3 s"),
         ("while True: print(json.dumps({'jsonrpc': '2.0', 'method': 'x'}))", "gave no answer to tools/call in 3 s"),
         ("sys.stdout.close(); import os; os.close(1)", "ended"),
     ],
 )
-def test_a_server_that_sends_too_much_or_nothing(statement, expected):
-    server = MCPServer(odd_command(statement), 3)
+def test_a_server_that_sends_too_much_or_nothing(statement, expected, monkeypatch):
+    monkeypatch.setitem(limits._raised, "answer_mb", 2)
+    monkeypatch.setitem(limits._raised, "answer_s", 3)
+    server = MCPServer(odd_command(statement))
     start = time.monotonic()
     with pytest.raises(ConnectionError, match=expected):
         server.call("add", {})
@@ -189,7 +193,7 @@ def test_an_answer_of_a_wrong_form_is_a_failed_tool():
 def test_a_list_of_tools_without_end_stops():
     endless = ODD_SERVER.replace("tools =", "tools = {'nextCursor': 'more'} |") % "pass"
     server = MCPServer([sys.executable, "-c", endless], 30)
-    assert len(server.tools) == MAX_PAGES
+    assert len(server.tools) == limits.limit("pages")
     server.close()
 
 

@@ -24,6 +24,7 @@ from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservatio
 from openenv.core.env_server.types import Action, Observation, State
 from websockets.sync.server import serve
 
+from trainer import limits
 from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import UserError
 from trainer.rollout.envs.episodes import generate_episodes
@@ -230,15 +231,18 @@ OPENED = json.dumps({"type": "observation", "data": {"observation": {"hint": "?"
     "answer, cause",
     [
         (None, "ConnectionClosed"),
-        ("no json", "JSONDecodeError"),
+        ("no json", "no JSON: JSONDecodeError"),
+        ("x" * (1 << 20) + "x", "1009 (message too big)"),
+        (OPENED.replace("null", "[" + "[]," * 200_000 + "0]"), "JSON of more than 200000 values"),
         (OPENED.replace("null", "NaN"), "reward nan"),
         (OPENED.replace("null", '"much"'), "could not convert"),
         (OPENED.replace("false", '"no"'), "done no"),
-        ("[]", "AttributeError"),
+        ("[]", "a list instead of an object"),
     ],
 )
-def test_a_bad_answer_costs_the_episode(answer, cause):
+def test_a_bad_answer_costs_the_episode(answer, cause, monkeypatch):
     """None: the server leaves."""
+    monkeypatch.setitem(limits._raised, "answer_mb", 1)
 
     def session(connection):
         connection.recv()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import verifiers.v1 as vf
 from conversations import TURNS, Script, byte_tokenizer, environments, sampling_of
 
+from trainer import limits
 from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import UserError
 from trainer.rollout.envs import verifiers_env
@@ -86,7 +87,8 @@ class Program(vf.Harness[Config]):
         if play == "parallel":
             await asyncio.gather(ask(messages), ask([*messages, *messages]))
         tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
-        answer = await ask(messages, temperature=0.3)
+        odd = {"floods": {"x": "x" * (2 << 20)}, "fills": {"x": [0] * 300_000}}
+        answer = await ask(messages, temperature=0.3, **odd.get(play, {}))
         for _ in range(self.config.play not in ("once", "fails")):
             said, more = answer["choices"][0]["message"], {"role": "user", "content": "And again?"}
             if play == "rewrites":
@@ -182,6 +184,15 @@ def test_a_program_that_tokens_cannot_follow(how, error):
     env = environment("plays", {"harness": {"id": "plays", "play": how}})
     with pytest.raises(UserError, match=error):
         play(env, byte_tokenizer("qwen3"), "qwen3", ["One.<|im_end|>", "Two.<|im_end|>"], row_of(env))
+
+
+@pytest.mark.parametrize("how, found", {"floods": "HarnessError", "fills": "more than 200000 values"}.items())
+def test_a_request_that_is_too_large_costs_its_episode(how, found, monkeypatch):
+    """The first is stopped by the package's server, before it is in memory. The second reaches the trainer."""
+    monkeypatch.setitem(limits._raised, "answer_mb", 1)
+    env = environment("plays", {"harness": {"id": "plays", "play": how}})
+    sample, _ = play(env, byte_tokenizer("qwen3"), "qwen3", ["One.<|im_end|>"], row_of(env))
+    assert "ConnectionError" in sample.failed and found in sample.failed, sample.failed
 
 
 def test_puzzles_of_reasoning_gym(capfd):

@@ -1,7 +1,7 @@
 """Environments with the tools of an MCP server: the trainer starts it and is its client, over stdin and stdout.
 
 The package `mcp` (extra `mcp`) speaks the Model Context Protocol and checks the form of every answer. The limits of what
-a server may send are here: a deadline for its start and for each call, and a size for each message.
+a server may send are checked here: a deadline for its start and for each call, and sizes of each message.
 """
 
 import asyncio
@@ -19,7 +19,9 @@ from anyio.abc import TaskStatus
 from anyio.from_thread import start_blocking_portal
 
 from trainer.errors import UserError
+from trainer.limits import limit
 from trainer.rollout.envs.tool_env import ToolEnvironment, opening_of
+from trainer.rollout.peers import BadAnswer, answer_bytes, check_values
 
 try:
     from mcp import Client, MCPError
@@ -29,8 +31,6 @@ try:
 except ImportError:  # an optional extra
     raise UserError("trainer.rollout.envs.mcp_env", "mcp is not installed", "pip install -e '.[mcp]'") from None
 
-MAX_MESSAGE_BYTES = 16 << 20
-MAX_PAGES = 100  # of a list of tools
 STOP_SECONDS = 1.0  # until a server without input is killed
 ERROR_BYTES = 4096  # the end of stderr, whose last line says why a server ended
 
@@ -38,12 +38,13 @@ ERROR_BYTES = 4096  # the end of stderr, whose last line says why a server ended
 class MCPServer:
     """A server process, and calls of its tools, one at a time. Plain calls, from any thread."""
 
-    def __init__(self, command: list[str], timeout: float, env: Optional[dict[str, str]] = None):
-        """Start `command` and read its tools. Raises ConnectionError if it does not answer within `timeout` seconds.
+    def __init__(self, command: list[str], timeout: Optional[float] = None, env: Optional[dict[str, str]] = None):
+        """Start `command` and read its tools. Raises ConnectionError if it does not answer within `timeout` seconds
+        (default: --limits answer_s).
 
         Of this process's environment, the server gets HOME, PATH and a few like them, and then `env`.
         """
-        self._command, self._timeout, self._env = command, timeout, env or {}
+        self._command, self._timeout, self._env = command, timeout or limit("answer_s"), env or {}
         self._lock, self._resources = threading.Lock(), contextlib.ExitStack()
         self._end = ""  # how the connection ended
         self._errors = b""  # the end of stderr; a file could fill the disk
@@ -115,7 +116,7 @@ class MCPServer:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            limit=MAX_MESSAGE_BYTES,
+            limit=answer_bytes(),
         )
         arrived, to_client = anyio.create_memory_object_stream[SessionMessage](0)
         from_client, to_send = anyio.create_memory_object_stream[SessionMessage](0)
@@ -125,13 +126,16 @@ class MCPServer:
             with arrived, contextlib.suppress(anyio.BrokenResourceError):
                 try:
                     async for line in process.stdout:
+                        check_values(line)
                         with contextlib.suppress(ValueError):  # a line that is no message is left out
                             await arrived.send(SessionMessage(jsonrpc_message_adapter.validate_json(line)))
                     self._end = "ended"
                     with anyio.move_on_after(STOP_SECONDS):  # a child of the server may hold stderr open
                         await has_errors.wait()
+                except BadAnswer as error:
+                    self._end = f"sent {error}"
                 except ValueError:  # of asyncio, for the limit
-                    self._end = f"sent a message of more than {MAX_MESSAGE_BYTES >> 20} MB"
+                    self._end = f"sent a message of more than {limit('answer_mb')} MB; --limits answer_mb=N raises it"
 
         async def keep_errors() -> None:
             while part := await process.stderr.read(1 << 16):
@@ -178,15 +182,17 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 async def _list_tools(client: Client) -> list[dict]:
     """JSON schemas of all tools, as chat templates take them. A server may give them page by page."""
-    found, cursor = [], None
-    for _ in range(MAX_PAGES):
+    found, cursor, size = [], None, 0
+    for _ in range(limit("pages")):
         page = await client.list_tools(cursor=cursor)
-        found += [
+        new = [
             {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             for tool in page.tools
         ]
+        found += new
+        size += len(json.dumps(new))
         cursor = page.next_cursor
-        if not cursor or len(json.dumps(found)) > MAX_MESSAGE_BYTES:
+        if not cursor or size > answer_bytes():
             break
     return [{"type": "function", "function": schema} for schema in found]
 
@@ -228,13 +234,14 @@ def from_mcp(
     reward: Callable[[dict, str], float],
     opening: Callable[[dict], list[dict]] = opening_of,
     shared: bool = False,
-    timeout: float = 30.0,
+    timeout: Optional[float] = None,
     env: Optional[dict[str, str]] = None,
 ) -> Callable[[], MCPEnvironment]:
     """What `--env` needs for the tools of an MCP server: `make_environment = from_mcp(["python", "server.py"], reward)`.
 
     `reward(task, answer)` scores the last turn. Each episode has a server of its own. With `shared`, all episodes of a rank
-    use one, which must then keep nothing of an episode. `timeout` is the limit of the start and of each call, in seconds.
+    use one, which must then keep nothing of an episode. `timeout` is the limit of the start and of each call, in seconds
+    (default: --limits answer_s).
     `env` holds further environment variables of the server.
     """
     lock, kept = threading.Lock(), []

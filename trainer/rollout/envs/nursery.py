@@ -18,6 +18,7 @@ import threading
 
 from trainer.entry import end_with_parent
 from trainer.errors import plain
+from trainer.limits import limit, raise_limits, raised
 from trainer.rollout.envs.environments import Source
 from trainer.rollout.envs.sandbox import Box, Trees, confine, unshare_all, variables, visible_paths
 from trainer.rollout.envs.serving import refuse, serve
@@ -25,7 +26,6 @@ from trainer.rollout.envs.serving import refuse, serve
 MODULE = "trainer.rollout.envs.nursery"
 LINE_LENGTH = 4096  # characters of a line that are shown in one
 MARK = "environment: "  # before each line that one prints
-PRINTED_BYTES = 1 << 20  # of what an environment prints
 START_SECONDS = 120  # for the imports
 SPREAD_SECONDS = 10  # for processes of a namespace to die
 
@@ -78,6 +78,7 @@ class Nursery:
         """Start the processes of an environment."""
         ours, its_end = socket.socketpair()
         asked = {"source": dataclasses.asdict(source), "box": dataclasses.asdict(box), "here": os.getcwd()}
+        asked["limits"] = raised()
         with self._asks, its_end:
             socket.send_fds(self._socket, [json.dumps(asked).encode()], [its_end.fileno()])
             return Born(int(self._socket.recv(64)), ours)
@@ -98,6 +99,7 @@ def main(control: socket.socket) -> None:
         if not child:
             control.close()
             asked = json.loads(request)
+            raise_limits(asked["limits"])
             try:
                 supervise(descriptors[0], Source(**asked["source"]), Box(**asked["box"]), asked["here"])
             finally:
@@ -191,11 +193,11 @@ class Printed:
     """What an environment prints, for the screen. Each line is marked, so that none looks like one of the trainer's.
 
     Only whole lines are written, since lines of others may come between. Characters that a terminal would obey are shown
-    as escapes. After PRINTED_BYTES, nothing more is shown.
+    as escapes. After --limits printed_kb, nothing more is shown.
     """
 
     def __init__(self) -> None:
-        self._left, self._line = PRINTED_BYTES, ""
+        self._left, self._line = limit("printed_kb") << 10, ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self, data: bytes, is_last: bool = False) -> None:

@@ -4,7 +4,9 @@ Each episode has a client, and so a session, of its own. What a server answers i
 that is gone and one that is too slow cost the episode.
 """
 
+import asyncio
 import dataclasses
+import functools
 import json
 import math
 import zlib
@@ -13,6 +15,7 @@ from typing import Any, Optional
 
 from trainer.errors import UserError
 from trainer.rollout.envs.tool_env import FLAG, opening_of
+from trainer.rollout.peers import answer_bytes, read_object
 
 try:
     from openenv.core.client_types import StepResult
@@ -134,6 +137,22 @@ def _lost(error: Exception) -> ConnectionError:
     return ConnectionError(f"OpenEnv: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
+def limited(client: EnvClient) -> EnvClient:
+    """The client with our limits: of bytes, of values, and of the form, before it makes objects of an answer.
+
+    The package asks for its own limit of bytes at its constructor, which is called in the file of --env.
+    """
+    client._max_message_size = min(client._max_message_size, answer_bytes())
+    client._receive = functools.partial(_receive, client)
+    return client
+
+
+async def _receive(client: EnvClient) -> dict:
+    async with asyncio.timeout(client._message_timeout):
+        answer = await client._ws.recv()
+    return read_object(answer.encode() if isinstance(answer, str) else answer)
+
+
 def _schema(tool: Any) -> dict:
     described = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": described}
@@ -164,6 +183,8 @@ def from_openenv(
             raise UserError(
                 FLAG, f"from_openenv: {type(client).__name__} lists no tools", "action=, or an MCPToolClient"
             )
-        return OpenEnvEnvironment(client, action, reward, opening, show)
+        return OpenEnvEnvironment(
+            limited(client) if isinstance(client, EnvClient) else client, action, reward, opening, show
+        )
 
     return make

@@ -12,7 +12,7 @@ from trainer.rollout.envs.environments import Response, Source, read_opening, re
 from trainer.rollout.peers import read_frame, send_frame
 from trainer.rollout.user_code import describe_error, is_passing
 
-REQUEST_BYTES = 1 << 30
+REQUEST_BYTES = (1 << 32) - 1  # of the trainer, which is trusted: what a frame can hold
 
 
 def serve(connection: socket.socket, source: Source) -> None:

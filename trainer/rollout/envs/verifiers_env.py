@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Optional
 
 from trainer.errors import UserError
+from trainer.rollout.peers import BadAnswer, answer_bytes, read_object
 
 CURE = "pip install 'verifiers==0.4.*'"
 try:
@@ -18,6 +19,7 @@ try:
     from aiohttp import web
     from verifiers.v1.clients.client import SESSION_ID_HEADER
     from verifiers.v1.dialects import ChatDialect
+    from verifiers.v1.interception import server as their_server
 except ImportError:
     try:
         found = f"verifiers {version('verifiers')} has another API"
@@ -26,7 +28,6 @@ except ImportError:
     raise UserError("trainer.rollout.envs.verifiers_env", found, CURE) from None
 
 PATH = "/v1/chat/completions"
-MAX_BYTES = 1 << 30  # of a request
 # Keys of a request that the trainer answers. It samples by its own flags, so others are named.
 ANSWERED = {"model", "messages", "tools", "stream", "stream_options", "parallel_tool_calls"}
 TOKEN_LIMITS = ("max_input_tokens", "max_output_tokens", "max_total_tokens")  # of an agent
@@ -69,7 +70,8 @@ class Endpoint:
                 await self._service
 
     async def _serve(self) -> None:
-        app = web.Application(client_max_size=MAX_BYTES)
+        their_server.MAX_REQUEST_BODY = answer_bytes()  # of the package's server, before it; a gigabyte otherwise
+        app = web.Application(client_max_size=answer_bytes())
         app.router.add_post(PATH, self._answer)
         app.router.add_route("*", "/{path:.*}", self._refuse)
         runner = web.AppRunner(app, shutdown_timeout=1.0)
@@ -98,7 +100,13 @@ class Endpoint:
         trace, episode = self.episodes.get(request.headers.get(SESSION_ID_HEADER), (None, None))
         if episode is None:
             return web.json_response({"error": {"message": "the episode is over"}}, status=404)
-        body = await request.json()
+        try:
+            body = read_object(await request.read())
+            if not isinstance(body.get("messages"), list):
+                raise BadAnswer("no list of messages")
+        except (BadAnswer, web.HTTPRequestEntityTooLarge) as error:
+            episode.lose(f"its request is refused: {error}")
+            return web.json_response({"error": {"message": str(error)}}, status=400)
         self._name_others(body)
         completion = await episode.ask(trace, body)
         if completion is None:
@@ -151,6 +159,10 @@ class VerifiersEnvironment:
     def refuse(self, why: str) -> None:
         """End the episode with an error."""
         self._requests.put_nowait(ValueError(f"the environment cannot be trained: {why}"))
+
+    def lose(self, why: str) -> None:
+        """End the episode, and only it."""
+        self._requests.put_nowait(ConnectionError(why))
 
     async def reset(self, task: dict) -> list[dict]:
         endpoint = self._make_endpoint()
@@ -220,7 +232,7 @@ class VerifiersEnvironment:
             asked.cancel()
             self._episode.result()  # raises what the environment raised
             return None
-        if isinstance(asked.result(), ValueError):
+        if isinstance(asked.result(), Exception):
             raise asked.result()
         return asked.result()
 
