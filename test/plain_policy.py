@@ -85,7 +85,7 @@ def found_results(args, old, policy, reference=None, values=None, samples=None) 
     if args.advantage.advantage_estimator == "gae":
         flat["old_values"] = values
     add_advantages([batch], samples, part, flat, state, options)
-    loss_fn = make_policy_loss(options.policy, lambda: state.kl_coef, None, None)
+    loss_fn = make_policy_loss(options.policy, lambda: state.kl_coef, None, lambda *_: None)
     results = [loss_fn(policy, part) for part in parts]
     assert sum(int(count) for _, count, _ in results) == batch.num_targets
     return results, batch.num_targets

@@ -200,6 +200,8 @@ def main(argv: list[str]) -> None:
         with torch.no_grad():
             for sample in samples:
                 sample["old"] = log_probs_and_entropies(args, actor.model, sample)[0]
+                if args.bypass_mode:
+                    sample["old"] = torch.tensor(sample["log_probs"], dtype=torch.float64)
                 sample["ref"] = log_probs_and_entropies(args, reference, sample)[0]
                 if critic:
                     sample["old_values"] = values_of(critic.model, sample)

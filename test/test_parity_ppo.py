@@ -33,7 +33,7 @@ ALGORITHMS = {
 LORA = ["--lora_rank", "8", "--learning_rate", "2e-3"]
 ALGORITHMS |= {"grpolora": [*ALGORITHMS["grpo"], *LORA], "ppolora": [*ALGORITHMS["ppo"], *LORA]}
 CUT = ["--top_p", "0.9", "--top_k", "50", "--min_p", "0.01", "--mask_truncated"]
-ALGORITHMS |= {"grpocut": [*ALGORITHMS["grpo"], *CUT], "ppocut": [*ALGORITHMS["ppo"], *CUT]}
+ALGORITHMS |= {"grpocut": [*ALGORITHMS["grpo"], *CUT], "ppocut": [*ALGORITHMS["ppo"], *CUT, "--bypass_mode"]}
 ALGORITHMS |= {"grposhared": [*ALGORITHMS["grpo"], "--share_prompts"]}
 ALGORITHMS |= {"grpomoe": [*ALGORITHMS["grpo"], "--aux_loss_coef", "0.3"]}
 ALGORITHMS |= {"grporeplay": [*ALGORITHMS["grpo"], "--routing_replay"]}
@@ -200,7 +200,13 @@ def test_fp32_run_equals_the_plain_loop(runs, name):
 @pytest.mark.parametrize("name", GRID)
 def test_the_first_update_of_a_rollout_is_on_policy_to_the_bit(runs, name):
     """Two updates to a rollout: the ratio is 1 on the first, and on the second no longer."""
-    deviations = [row["ratio_deviation"] for row in read_steps(runs / name)]
+    rows = read_steps(runs / name)
+    deviations = [row["ratio_deviation"] for row in rows]
+    if name.startswith("ppocut"):  # --bypass_mode: the old policy is the engine, whose log-probs are a little off
+        assert deviations[0] == pytest.approx(rows[0]["rollout_logprob_diff"], rel=0.1) and deviations[0] > 0.03, rows[
+            0
+        ]
+        return
     assert deviations[0::2] == [0.0] * 3 and min(deviations[1::2]) > 1e-4, deviations
 
 

@@ -212,6 +212,22 @@ def test_the_loss_and_its_gradient_are_those_of_the_paper(name, size):
     torch.testing.assert_close(policies[0].table.grad, policies[1].table.grad, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", PRESETS.keys() - {"rloo"})
+def test_in_bypass_mode_the_old_policy_is_the_engine(name):
+    """The same equations, with the engine as the old policy. No pass of a policy gives old log-probs."""
+    values = torch.randn(sum(LENGTHS), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    engine, reference, *policies = Table(2, 0.1), Table(4, 0.5), Table(5, 0.7), Table(5, 0.7)
+    samples = make_samples()
+    for sample in samples:
+        sample.log_probs = log_probs(engine, sample).tolist()
+    args = arguments("--preset", name, "--bypass_mode", *["--teacher", "t"] * (name == "opd"))
+    loss = found_loss(args, None, policies[0], reference, values, samples)
+    expected = PAPERS[name](samples, engine, policies[1], reference, values)
+    loss.backward(), expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6) and policies[1].table.grad.abs().max() > 1e-3
+    torch.testing.assert_close(policies[0].table.grad, policies[1].table.grad, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "scores", ([1, 0, 0.5, 0, 1, 1, 1, 1], [0.1] * 4 + [0, 1, math.nan, 0.3], [1, 0, math.nan, 1] * 2)
 )

@@ -57,7 +57,7 @@ class RolloutArguments:
     max_staleness: int = arg(
         0,
         "generate while the optimizer steps, from weights that are up to this many rollouts old; 0: one after the other; "
-        "above 0 needs --tis_cap",
+        "above 0 needs --tis_cap or --bypass_mode",
         type="NonNegativeInt",
     )
     partial_rollouts: bool = arg(
@@ -280,6 +280,11 @@ class AdvantageArguments:
     )
     eps_clip_high: Optional[float] = arg(None, "upper clip: 1 + this (default: --eps_clip)", type="PositiveFloat")
     dual_clip: Optional[float] = arg(None, "bound on the loss of negative advantages; above 1", type="PositiveFloat")
+    bypass_mode: bool = arg(
+        False,
+        "take the log-probs of the rollout engine as those of the old policy, which training then does not compute: the ratio "
+        "of --policy_loss corrects for the engine and for older weights",
+    )
     tis_cap: Optional[float] = arg(
         None,
         "weight tokens by pi_train / pi_rollout, at most this (truncated importance sampling)",

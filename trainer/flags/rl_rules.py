@@ -108,6 +108,12 @@ POLICY_RULES = (
         for flag, losses, verb in (("cov_share", ("clip_cov", "kl_cov"), "choose"), ("cov_range", ("clip_cov",), "clips"),
                              ("kl_cov_coef", ("kl_cov",), "weights"))
     ),
+    Rule("tis_cap rollout_kl_max", lambda f: f.bypass_mode, "with --bypass_mode",
+         "the old policy is the rollout engine, so their ratio is 1", ONE),
+    Rule("top_entropy_quantile", lambda f: f.bypass_mode, "with --bypass_mode",
+         "entropies need the pass of the old policy, which is left out", ONE),
+    Rule("bypass_mode", lambda f: f.policy_loss == "reinforce", "with --policy_loss reinforce",
+         "this loss has no ratio, which would correct for the engine", "Take another --policy_loss, such as ppo or cispo, or --tis_cap."),
     Rule("tis_level tis_mask tis_floor", lambda f: f.tis_cap is None, "without --tis_cap",
          "tokens have no importance weights", "Add --tis_cap, or remove the flag."),
     Rule("tis_cap", lambda f: f.tis_mask and not f.tis_mask_range and f.tis_cap <= 1, "with --tis_mask",

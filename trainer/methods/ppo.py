@@ -223,14 +223,15 @@ def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, pa
 
     Training uses the same micro-batches, so the ratio on the first update is exactly 1. Returns the flat vectors of `part` by
     name. If a rollout has only one update, and advantages need no log-probs of the policy, they are not computed here.
-    The old log-probs are then from the update's own forward pass, and the loss notes them.
+    The old log-probs are then those of the update's own forward pass. With `bypass_mode`, they are those of the rollout engine.
     """
     log_probs = functools.partial(policy_log_probs, temperature=options.policy.temperature, routers=roles.routers)
     actor, by_entropy = roles.actor[0], options.top_entropy_quantile is not None
     models: dict[str, tuple] = {}
     corrects = options.tis_cap is not None or options.rollout_kl_max is not None
     corrects = corrects or options.policy.loss in COVARIANCE_LOSSES
-    if options.num_epochs * len(batches) > 1 or options.kl_in_rewards or corrects or by_entropy:
+    needed = options.num_epochs * len(batches) > 1 or options.kl_in_rewards or corrects or by_entropy
+    if needed and not options.bypass_mode:
         models["old_log_probs"] = (
             contextlib.nullcontext(actor),
             functools.partial(log_probs, notes_entropies=by_entropy),
@@ -240,6 +241,9 @@ def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, pa
     if roles.critic is not None:
         models["old_values"] = (contextlib.nullcontext(roles.critic[0]), critic_values)
     flat = {}
+    if options.bypass_mode:
+        flat["old_log_probs"] = rollout_log_probs_of(part)
+        spread(batches, "old_log_probs", flat["old_log_probs"])
     for name, (context, function) in models.items():
         with context as model:
             compute(batches, name, functools.partial(function, model))
@@ -313,14 +317,19 @@ def shaped_scores(samples: list[Sample], state: RLState, options: PPOOptions) ->
 
 def _facts_of_first_update(run: PPORun, batches: list, samples: list[Sample], part: Part, flat: dict) -> dict:
     """How log-probs of the engine and of training differ, also as a page of samples (all-reduces over dp x sp)."""
-    if "old_log_probs" not in flat:
-        flat["old_log_probs"] = collect(run.strategy, batches, "old_log_probs", part)
+    flat["seen"] = torch.ones(sum(part.lengths), dtype=torch.float64)
+    flat["trained_log_probs"] = flat.get("old_log_probs")
+    if run.options.bypass_mode or "old_log_probs" not in flat:  # the updated batch has those of the update
+        compute(batches[:1], "seen", lambda micro_batch: torch.ones_like(micro_batch["labels"]))
+        flat["seen"], noted = (collect(run.strategy, batches[:1], name, part) for name in ("seen", "noted_log_probs"))
+        flat["trained_log_probs"] = torch.where(flat["seen"] > 0, noted, rollout_log_probs_of(part))
+        flat.setdefault("old_log_probs", flat["trained_log_probs"])
     facts = log_prob_facts(part, flat, run.state, run.options)
     if run.pages:
         size = run.options.advantages.group_size
         of_prompts = scores_of(samples).view(-1, size).tolist()
         groups = [of_prompts[place // size] for place in part.places]
-        values = flat["old_log_probs"], flat["advantages"]
+        values = flat["trained_log_probs"], flat["advantages"]
         facts |= run.pages.write(run.state.rollout, part.samples, *values, groups)
     return facts
 
@@ -328,11 +337,11 @@ def _facts_of_first_update(run: PPORun, batches: list, samples: list[Sample], pa
 def _losses(run: PPORun) -> tuple[LossFunction, LossFunction]:
     """The loss functions of the policy and of the critic."""
 
-    def note_old_log_probs(micro_batch: dict, log_probs: torch.Tensor) -> None:
-        micro_batch["old_log_probs"] = log_probs
+    def note_log_probs(micro_batch: dict, log_probs: torch.Tensor) -> None:
+        micro_batch["noted_log_probs"] = log_probs
 
     policy, state = run.options.policy, run.state
-    loss_fn = make_policy_loss(policy, lambda: state.kl_coef, run.sp_group, note_old_log_probs, run.roles.routers)
+    loss_fn = make_policy_loss(policy, lambda: state.kl_coef, run.sp_group, note_log_probs, run.roles.routers)
     return (run.change_loss(loss_fn) if run.change_loss else loss_fn), make_value_loss(policy, run.sp_group)
 
 

@@ -35,6 +35,7 @@ class PPOOptions:
     kl_in_score: bool = False  # the KL of the whole response, before scores are compared
     kl_target: Optional[float] = None
     kl_horizon: int = 10000
+    bypass_mode: bool = False  # the log-probs of the rollout engine are the old ones
     tis_cap: Optional[float] = None
     tis_level: str = "token"
     tis_floor: float = 0.0

@@ -60,14 +60,14 @@ def make_policy_loss(
     options: PolicyOptions,
     kl_coef: Callable[[], float],
     sp_group,
-    note_old_log_probs: Callable[[dict, torch.Tensor], None],
+    note_log_probs: Callable[[dict, torch.Tensor], None],
     routers=None,
 ) -> Callable:
     """The loss function of the policy, for `loop.forward_backward`.
 
     Micro-batches carry advantages and, if needed, old_log_probs, ref_log_probs, rollout_log_probs and tis_weights, each
     (rows, tokens). Only a rollout with a single update may lack old_log_probs. The current log-probs are then the old
-    ones, and the loss passes them to `note_old_log_probs(micro_batch, log_probs)`. `kl_coef()` is the current
+    ones. The loss passes the current ones to `note_log_probs(micro_batch, log_probs)`. `kl_coef()` is the current
     coefficient. Metrics are means over response tokens, but policy_loss is a mean like the loss. `routers`: see
     `policy_log_probs`.
     """
@@ -79,11 +79,8 @@ def make_policy_loss(
             routers.use(micro_batch)
         log_probs, entropies = policy_values(model, micro_batch, options.temperature, bool(options.entropy_coef))
         log_probs = log_probs.double()
-        if "old_log_probs" in micro_batch:
-            old_log_probs = micro_batch["old_log_probs"]
-        else:
-            old_log_probs = log_probs.detach()
-            note_old_log_probs(micro_batch, old_log_probs)
+        note_log_probs(micro_batch, log_probs.detach())
+        old_log_probs = micro_batch.get("old_log_probs", log_probs.detach())
         tokens = PolicyTokens(
             log_probs=log_probs,
             log_ratio=log_probs - old_log_probs,

@@ -140,22 +140,26 @@ def score_notes(samples: list[Sample], options: PPOOptions, curriculum: str, eva
 def log_prob_facts(part: Part, flat: dict, state: RLState, options: PPOOptions) -> dict[str, float]:
     """The KL to the reference, and the difference between log-probs of the rollout engine and of training.
 
-    The difference is given as mean, as maximum, and as KL(rollout || training) by the k3 estimator.
+    The difference is given as mean, as maximum, and as KL(rollout || training) by the k3 estimator. It is of the tokens whose
+    `trained_log_probs` are `seen`, which are those of the first batch with `bypass_mode`, else all.
     """
-    old_log_probs, rollout_log_probs = flat["old_log_probs"], rollout_log_probs_of(part)
-    difference = (old_log_probs - rollout_log_probs).abs()
+    trained, rollout_log_probs, seen = flat["trained_log_probs"], rollout_log_probs_of(part), flat["seen"]
+    difference, share = (trained - rollout_log_probs).abs(), means_over_tokens(part, share=seen)["share"] or 1.0
     values = {
-        "rollout_logprob_diff": difference,
-        "rollout_kl": adv.kl_estimate(rollout_log_probs, old_log_probs, "k3"),
+        "rollout_logprob_diff": difference / share,
+        "rollout_kl": adv.kl_estimate(rollout_log_probs, trained, "k3") / share,
     }
     if "ref_log_probs" in flat:
-        values["kl"] = adv.kl_estimate(old_log_probs, flat["ref_log_probs"], options.kl_estimator)
+        values["kl"] = adv.kl_estimate(flat["old_log_probs"], flat["ref_log_probs"], options.kl_estimator)
     facts = means_over_tokens(part, **values)
     if "kl" in facts:
         per_response = facts["kl"] * part.num_tokens / int(part.counted.sum())
         facts |= {"kl_coef": state.kl_coef, "kl_per_response": per_response}
-    log_weights = old_log_probs - rollout_log_probs
-    facts["rollout_ess"] = effective_share(log_weights, lambda values: means_over_tokens(part, mean=values)["mean"])
+
+    def mean(values: torch.Tensor) -> float:
+        return means_over_tokens(part, mean=values * seen)["mean"] / share
+
+    facts["rollout_ess"] = effective_share(trained - rollout_log_probs, mean)
     largest = adv.to_rows(difference, adv.rows_mask(part.lengths, part.width)).amax(1)
     return facts | {"rollout_logprob_diff_max": (part.share(largest) * part.counted).max().item()}
 

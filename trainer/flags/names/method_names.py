@@ -173,6 +173,7 @@ METHOD_NAMES = (
     PeerName("algorithm.rollout_correction.rollout_rs", "V", "--tis_mask", "token_k1, seq_sum_k1, seq_mean_k1 are --tis_mask_level token, sequence, geometric, with --rejected_tokens leave; seq_mean_k3 is --rollout_kl_max", (PPO,)),
     PeerName("algorithm.rollout_correction.rollout_rs_threshold", "V", "--tis_mask_range", "of a k1: bounds of the ratio of rollout to training, so ours are 1 / high and 1 / low", (PPO,)),
     PeerName("vllm_importance_sampling_mode advantage.is_correction_type", "TO", "--tis_level", "a mask instead of a cap is --tis_mask", (PPO,)),
+    PeerName("algorithm.rollout_correction.bypass_mode", "V", "--bypass_mode", "", (PPO,)),
     PeerName("algorithm.rollout_correction.*", "V", "--tis_cap", "and --tis_mask, --rollout_kl_max: the other corrections are not the same", (PPO,)),
     PeerName("overlong_buffer_cfg.len overlong_buffer.len soft_cache_length", "VS", "--overlong_buffer_len", "", RL),
     PeerName("overlong_buffer_cfg.penalty_factor overlong_buffer.penalty_factor", "V", "--overlong_penalty_factor", "", RL),

@@ -16,7 +16,7 @@ from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 from trainer.rollout.rewards.reward_functions import short_name
 
 # flags that are options of the algorithm as they are
-SAME_NAMES = """seed cov_share kl_estimator kl_in_score kl_target kl_horizon top_entropy_quantile tis_cap tis_level tis_floor rollout_kl_max
+SAME_NAMES = """seed bypass_mode cov_share kl_estimator kl_in_score kl_target kl_horizon top_entropy_quantile tis_cap tis_level tis_floor rollout_kl_max
     rollout_kl_estimator normalize_reward overlong_buffer_len overlong_penalty_factor freezing_actor_steps positive_nll_coef"""
 
 
