@@ -14,13 +14,13 @@ from rich.console import Console
 
 from trainer.compare.certificates import plain_replay, verification
 from trainer.compare.certificates.certificate_checks import check_files, check_saved
+from trainer.compare.certificates.rights import PLAIN_TEXTS, READ_HERE, SWITCHES, is_value
 from trainer.datasets.demos.demo import make_demo
 from trainer.distributed.mesh import start_process_group
 from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.generating_flags import OnlineDPOArguments
 from trainer.flags.parse_flags import flags_of, flat
-from trainer.flags.rights import PLAIN_TEXTS, READ_HERE, SWITCHES, is_value
 from trainer.flags.rules import COMMANDS
 from trainer.reports import certificate
 from trainer.reports.live_view import view

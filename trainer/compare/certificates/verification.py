@@ -7,10 +7,10 @@ import tempfile
 from trainer.comma_separated import names_in
 from trainer.compare.certificates import certificate_checks as checks
 from trainer.compare.certificates.plain_replay import TOLERANCES, certify_steps, planned_batches
+from trainer.compare.certificates.rights import is_here, refuse_rights
 from trainer.compare.runs.many_runs import run_here
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError, as_line
-from trainer.flags.rights import is_here, refuse_rights
 from trainer.flags.rules import COMMANDS
 from trainer.models.model_loading import resolve_model_folder
 from trainer.reports import certificate, signature

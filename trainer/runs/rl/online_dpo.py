@@ -9,7 +9,8 @@ from collections.abc import Callable
 from trainer.datasets.samples.preference import collate_pairs
 from trainer.flags.generating_flags import OnlineDPOArguments
 from trainer.flags.groups import groups_of
-from trainer.flags.rl_flags import AdvantageArguments, KLArguments, PPOArguments
+from trainer.flags.policy_flags import AdvantageArguments, KLArguments
+from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rules import refuse
 from trainer.methods.ranked_pairs import PairSet, best_and_worst, make_pair_updates
 from trainer.rollout.placement import move, trained_by
