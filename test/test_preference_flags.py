@@ -9,6 +9,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from trainer.cli import train_dpo
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
+from trainer.flags.names.loss_names import check_loss_names
 from trainer.methods.load_balance import experts_per_token
 from trainer.models.model_loading import load_tokenizer
 from trainer.runs.flag_checks import check_flags
@@ -47,6 +48,8 @@ REFUSED = {
 
 
 def check(args) -> None:
+    """The checks in the order of a run: the door asks for the names of losses first."""
+    check_loss_names("train_dpo", args.preference.loss)
     method = train_dpo.method_of(args)
     check_flags(method.command, args, method.eval_metrics, **method.facts)
 
