@@ -172,7 +172,7 @@ def test_several_rewards_get_the_columns_of_their_rows(folder):
     line += ["--eval_dataset", f"{folder}/several-eval.jsonl", "--eval_steps", "2", "--max_steps", "4"]
     line += ["--reward_func", f"{folder}/dense.py, {folder}/style.py", "--reward_weights", "2", "0.5"]
     code, output = train_alone(flags(folder, "several", *line))
-    assert code == 0, output[-3000:]
+    assert code == 0 and "step 1: evaluating, then generating " in output, output[-3000:]
     for row in read_steps(folder / "several"):
         assert row["reward"] == pytest.approx(2 * row["reward_dense"] + 0.5 * row["reward_style"])
         assert row["reward_style_cut"] == row["truncated_fraction"] and "reward_dense_words" in row

@@ -9,6 +9,7 @@ from trainer.cli import train_dpo, train_ppo, train_rm, train_sft
 from trainer.errors import UserError
 from trainer.flags.names import loss_names
 from trainer.flags.names.presets import PRESETS
+from trainer.flags.names.sources import naming_sources
 from trainer.models.losses.policy_loss import POLICY_LOSSES
 from trainer.models.losses.preference_loss import PAIR_LOSSES, REWARD_LOSSES
 
@@ -43,6 +44,32 @@ def test_a_value_that_nothing_makes_right_is_refused_at_the_door(door, flags, fo
     with pytest.raises(UserError) as error:
         door.check([*GIVEN, *flags])
     assert str(error.value).startswith(found), error.value
+
+
+@pytest.mark.parametrize(
+    ("flags", "source"),
+    [
+        (["--preset", "grpo"], "(--advantage_estimator is from --preset grpo)"),
+        (["--config", "preset.yaml"], "(--advantage_estimator is from --preset grpo)"),
+        (["--config=group.yaml"], "(--advantage_estimator is from --config group.yaml)"),
+        (["--preset", "rloo", "--config", "group.yaml"], "(--advantage_estimator is from --config group.yaml)"),
+        (["--preset", "grpo", "--advantage_estimator", "rloo"], ""),
+        (["--teacher", "t", "--normalize_reward", "--ref_model", "r"], ""),
+        (["--teacher", "t", "--dynamic_filtering"], "(--advantage_estimator is from --teacher)"),
+        (["--config", "wrong.yaml"], "--max_steps (from --config wrong.yaml): "),
+    ],
+)
+def test_a_refusal_names_who_set_the_flag(flags, source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "preset": "preset: grpo",
+        "group": "advantage_estimator: group_norm",
+        "wrong": "max_steps: x",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    with pytest.raises(UserError) as error:
+        naming_sources(train_ppo.check)([*GIVEN, *RL, *flags])
+    assert source in str(error.value) and ("from" in str(error.value)) == bool(source), error.value
 
 
 def test_names_are_those_of_the_losses(tmp_path):

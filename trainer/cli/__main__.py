@@ -16,6 +16,7 @@ from typing import NoReturn
 from trainer.entry import EXIT_INTERRUPTED, ends_as_trainer, leave, run_command
 from trainer.errors import UserError
 from trainer.flags.names.command_names import command_for
+from trainer.flags.names.sources import naming_sources
 from trainer.help_texts import example_of
 from trainer.planning.versions import certified_line, installed, read_cards
 from trainer.runs.start_line import ANNOUNCED, announce
@@ -58,7 +59,7 @@ def run(argv: list[str]) -> None:
     num_ranks, nodes, flags = split(argv[1:]) if name not in OTHERS else (1, {}, argv[1:])
     if num_ranks > 1 or nodes:
         with world_size(num_ranks, nodes):
-            checked = door.check(flags)
+            checked = naming_sources(door.check)(flags)
             if not nodes:  # a person waits here, and torch is imported next
                 args = checked[0] if isinstance(checked, tuple) else checked
                 announce(door.COMMAND, args, trains=name in TRAINING.values())

@@ -8,6 +8,7 @@ import functools
 from trainer.datasets.demos.demo_flags import DPO_DEFAULTS
 from trainer.entry import run_command
 from trainer.errors import UserError
+from trainer.flags.names.sources import naming_sources
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.flags.preference_flags import DPOArguments
 from trainer.runs.flag_checks import check_files_of, check_flags
@@ -91,7 +92,7 @@ def run(argv: list[str]) -> None:
 
 
 def main() -> None:
-    run_command(run)
+    run_command(naming_sources(run))
 
 
 if __name__ == "__main__":

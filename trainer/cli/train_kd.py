@@ -6,6 +6,7 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_kd --backend fsdp2 --pretrain M
 from trainer.entry import run_command
 from trainer.errors import UserError
 from trainer.flags.kd_flags import KDArguments
+from trainer.flags.names.sources import naming_sources
 from trainer.flags.parse_flags import parse_arguments
 from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.start_line import begin
@@ -56,7 +57,7 @@ def run(argv: list[str]) -> None:
 
 
 def main() -> None:
-    run_command(run)
+    run_command(naming_sources(run))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_ppo --backend fsdp2 --pretrain 
 from trainer.datasets.demos.demo_flags import PPO_DEFAULTS
 from trainer.entry import run_command
 from trainer.flags.names.presets import with_preset, with_teacher
+from trainer.flags.names.sources import naming_sources
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.flags.rl_flags import PPOArguments
 from trainer.runs.flag_checks import check_files_of
@@ -43,7 +44,7 @@ def run(argv: list[str]) -> None:
 
 
 def main() -> None:
-    run_command(run)
+    run_command(naming_sources(run))
 
 
 if __name__ == "__main__":

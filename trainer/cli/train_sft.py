@@ -9,6 +9,7 @@ model, `Checkpoints` saves and resumes, and `run_loop` makes the steps. docs/arc
 from trainer.datasets.demos.demo_flags import SFT_DEFAULTS
 from trainer.entry import run_command
 from trainer.flags.common_flags import SFTArguments
+from trainer.flags.names.sources import naming_sources
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.start_line import begin
@@ -56,7 +57,7 @@ def run(argv: list[str]) -> None:
 
 
 def main() -> None:
-    run_command(run)
+    run_command(naming_sources(run))
 
 
 if __name__ == "__main__":

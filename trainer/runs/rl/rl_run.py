@@ -92,6 +92,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     facts, config = {"data": run.ledger.counts, "total_steps": run.total_steps}, flat(run.own_flags)
     metrics = outputs.start_metrics(strategy, config, args.output, run.output_dir, run.checkpoints, **facts)
     with metrics or contextlib.nullcontext():
+        note_first_rollout(run, bool(loop.eval_steps))
         train_ppo(run.ppo, loop, run.progress, metrics)
         steps = run.progress.step
         apply(RL_FEATURES, run, "before_save")
@@ -124,6 +125,14 @@ def count_steps(args: PPOArguments, order, frozen: Optional[list], per_prompt: O
         found = f"{args.critic.freezing_actor_steps}, but the run has {total} steps, so the policy would not train"
         raise UserError("--freezing_actor_steps", found, f"up to {total - 1}")
     return total
+
+
+def note_first_rollout(run: RLRun, evaluates: bool) -> None:
+    """Say what the time before the first step is for."""
+    if run.progress.step == 0 and run.frozen is None:
+        size, each = min(run.args.rollout.rollout_batch_size, len(run.samples)), run.args.rollout.n_samples_per_prompt
+        first = "evaluating, then " if run.ppo.evaluation and evaluates else ""
+        run.setup.strategy.print(f"step 1: {first}generating {size * each} responses to {size} prompts")
 
 
 def note_math(strategy, reward_func: Optional[str]) -> None:
