@@ -10,6 +10,7 @@ import pytest
 from api_client import Client
 from starlette.testclient import TestClient
 
+from trainer import limits
 from trainer.errors import UserError
 from trainer.rollout.rewards.http_service import HTTPLimits
 from trainer.runs.api import api_sessions
@@ -50,8 +51,8 @@ def ranks(jobs: SimpleQueue, alive: set[str], paused: threading.Event) -> None:
 
 @pytest.fixture
 def served(monkeypatch):
-    monkeypatch.setattr(api_sessions, "MOST_WAITING", 20)
-    monkeypatch.setattr(api_sessions, "READ_BYTES", 10 * (api_sessions.BYTES_OF_ANSWER + 1100))
+    monkeypatch.setitem(limits._raised, "unread", 20)
+    monkeypatch.setitem(limits._raised, "read_kb", 10 * (api_sessions.BYTES_OF_ANSWER + 1100) >> 10)
     jobs, alive, paused = SimpleQueue(), set(), threading.Event()
     paused.set()
     offer = Offer("base", 64, 2, (2,), 100, "nowhere", 0, True)
@@ -173,7 +174,7 @@ def test_a_request_that_no_rank_could_work_on_is_refused_at_the_door(served):
 
 
 def test_requests_that_wait_have_a_limit_of_bytes(served, monkeypatch):
-    monkeypatch.setattr(api_sessions, "UNREAD_BYTES", 1000)
+    monkeypatch.setitem(limits._raised, "unread_kb", 1)
     one, row = Here(served.web), {"target_tokens": (2, [4] * 60), "weights": (1, [1] * 60)}
     model = f"{one.session}:train:1"
     own = {"session_id": one.session, "model_seq_id": 1, "base_model": "base", "lora_config": {"rank": 4}}

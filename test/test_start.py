@@ -214,6 +214,22 @@ def test_places_are_looked_at_before_torch_is_imported(tmp_path, monkeypatch, co
         check_rights("/proc/none/x")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("export x y", "verify_run x", "report x", "watch x", "check x", "plan x --gpus 1", "serve_rm"),
+        *("serve_engine --pretrain x", "serve_train --pretrain x", "evaluate {0}", "train_ppo {0} --dataset x"),
+    ],
+)
+def test_commands_that_read_what_others_wrote_have_limits(line):
+    """A wrong name is found before anything is read."""
+    given = "--pretrain x --eval_dataset x --reward_func exact_match --label_key x"
+    command, *rest = line.format(given).split()
+    door = importlib.import_module(f"trainer.cli.{command}")
+    with pytest.raises(UserError, match=r"^--limits: pixel=5 "):
+        door.run([*rest, "--limits", "pixel=5"])
+
+
 def test_a_folder_without_a_tokenizer_is_named(demo, tmp_path):
     """transformers makes an empty tokenizer for some models, and has a long text for others."""
     config = json.loads((demo / "demo/model/config.json").read_text())

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.limits import HELP, raise_limits
 
 DEMO = "--pretrain demo/model --dataset demo"
 # The lines of an example are for one folder, one after the other. Without a model and data, a command takes the demo.
@@ -123,3 +124,16 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         raise UserError("arguments", message, "see --help")
+
+
+class ReadingParser(OneLineParser):
+    """The parser of a command that reads what others wrote: --limits holds from its `parse_args` on."""
+
+    def __init__(self, command: str, **options):
+        super().__init__(command, **options)
+        self.add_argument("--limits", nargs="+", metavar="NAME=NUMBER", help=HELP)
+
+    def parse_args(self, *given):
+        args = super().parse_args(*given)
+        raise_limits(vars(args).pop("limits") or ())
+        return args

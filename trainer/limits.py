@@ -37,7 +37,18 @@ DEFAULTS: dict[str, tuple[int, str]] = {
     "template_s": (10, "seconds for a chat template to render a conversation"),
     "template_mb": (2048, "MB for a chat template to render a conversation"),
     "engine_wait_s": (600, "seconds to wait for a rollout server while none is left"),
+    "body_mb": (64, "MB of a request to serve_rm or serve_train; all requests together hold 16 times this"),
+    "connections": (1024, "connections to serve_rm or serve_train at a time; one beyond them gets 503"),
+    "request_s": (30, "seconds for a whole request to serve_rm or serve_train to arrive"),
+    "queue": (16_384, "texts that wait at serve_rm; a request beyond them gets 503"),
+    "text_kb": (4096, "KB of a prompt or a response for serve_rm"),
+    "request_values": (1_000_000, "values of the JSON of a request to serve_rm"),
+    "unread": (8192, "answers that a session of serve_train has not read"),
+    "unread_kb": (262_144, "KB of these answers, and of its requests that wait for their turn"),
+    "read_kb": (16_384, "KB of answers that a session has read, kept for a client that missed one and asks again"),
+    "call_kb": (64, "KB of a request to serve_engine that brings weights"),
 }
+HELP = "raise limits of untrusted input: NAME=NUMBER ..., see SECURITY.md"
 _raised: dict[str, int] = {}
 
 

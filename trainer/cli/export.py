@@ -9,12 +9,12 @@ a GGUF file                           its model folder, with full weights in pla
 """
 
 from trainer.entry import quiet_libraries, run_command
-from trainer.help_texts import OneLineParser
+from trainer.help_texts import ReadingParser
 from trainer.runs.output_folders import check_places
 
 
-def build_parser() -> OneLineParser:
-    parser = OneLineParser("export", description=__doc__)
+def build_parser() -> ReadingParser:
+    parser = ReadingParser("export", description=__doc__)
     parser.add_argument(
         "source", metavar="SOURCE", help="RUN/checkpoints/step_N, a model folder, an adapter folder or a GGUF file"
     )

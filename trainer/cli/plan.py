@@ -10,7 +10,7 @@ from typing import Optional
 
 from trainer.entry import run_command
 from trainer.errors import UserError
-from trainer.help_texts import OneLineParser
+from trainer.help_texts import ReadingParser
 from trainer.planning import plan_inputs as inputs
 from trainer.planning.idle_share import Lengths
 
@@ -31,8 +31,8 @@ ROLLOUT_FLAGS = {  # kind, default, help
 }
 
 
-def build_parser() -> OneLineParser:
-    parser = OneLineParser("plan", description=__doc__)
+def build_parser() -> ReadingParser:
+    parser = ReadingParser("plan", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="model folder, config.json, or hub name in the cache")
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of all nodes")
     for name, kind, default, text in (

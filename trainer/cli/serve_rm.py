@@ -10,9 +10,11 @@ from typing import Literal, Optional
 from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
 from trainer.flags.generating_flags import RequestArguments
+from trainer.flags.groups import of_table
 from trainer.flags.parse_flags import arg, check_port, parse_group
 from trainer.flags.rollout_rules import SERVER_RULES
 from trainer.flags.rule import first_broken
+from trainer.limits import limit, raise_limits
 
 
 @dataclass
@@ -22,8 +24,8 @@ class ServeArguments(RequestArguments):
     reward_pretrain: Optional[str] = arg(None, "reward model folder, as train_rm writes it")
     port: int = arg(8000, "port to listen on; 0 takes a free one", type="NonNegativeInt")
     batch_size: int = arg(16, "texts per forward pass, of several requests together", type="PositiveInt")
-    max_queue: int = arg(16384, "texts that wait at a time; a request beyond them gets 503", type="PositiveInt")
-    max_text_kb: int = arg(4096, "longest text of a prompt or a response, in KB", type="PositiveInt")
+    max_queue: Optional[int] = of_table("queue", "texts that wait at a time; a request beyond them gets 503")
+    max_text_kb: Optional[int] = of_table("text_kb", "longest text of a prompt or a response, in KB")
     max_len: int = arg(4096, "longer texts are cut at their beginning to this many tokens", type="PositiveInt")
     param_dtype: Literal["auto", "bf16", "fp32"] = arg("auto", "compute dtype; auto as in training")
     device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto: CUDA if there is a GPU, else the CPU")
@@ -37,6 +39,7 @@ def check_arguments(args: ServeArguments) -> None:
     if error := first_broken(SERVER_RULES, vars(args), vars(ServeArguments())):
         raise error
     check_port(args.port)
+    raise_limits(args.limits or ())
     if args.reward_pretrain is None:
         raise UserError("--reward_pretrain", "missing", "a reward model folder")
 
@@ -56,11 +59,11 @@ def run(argv: list[str]) -> None:
     key = read_key("--api_key", args.api_key) if args.api_key else None
     limits = Limits(
         batch_size=args.batch_size,
-        max_body=args.max_body_mb << 20,
-        max_text=args.max_text_kb << 10,
-        max_queue=args.max_queue,
-        max_connections=args.max_connections,
-        read_timeout=args.read_timeout,
+        max_body=(args.max_body_mb or limit("body_mb")) << 20,
+        max_text=(args.max_text_kb or limit("text_kb")) << 10,
+        max_queue=args.max_queue or limit("queue"),
+        max_connections=args.max_connections or limit("connections"),
+        read_timeout=args.read_timeout or limit("request_s"),
         api_key=key,
     )
     listening = listen(args.host, args.port)

@@ -13,6 +13,7 @@ from trainer.flags.groups import flat, from_flat
 from trainer.flags.parse_flags import check_port, parse_arguments
 from trainer.flags.rollout_rules import SERVE_TRAIN_RULES
 from trainer.flags.rule import first_broken
+from trainer.limits import limit, raise_limits
 from trainer.rollout.rewards.remote_rewards import read_key
 from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.start_line import begin
@@ -30,6 +31,7 @@ def check(argv: list[str]) -> tuple[SFTArguments, ServeTrainArguments]:
     if error := first_broken(SERVE_TRAIN_RULES, flat(given), flat(ServeTrainArguments())):
         raise error
     check_port(given.server.port)
+    raise_limits(given.server.limits or ())
     if importlib.util.find_spec("google") is None or any(importlib.util.find_spec(name) is None for name in PACKAGES):
         raise UserError(COMMAND, "uvicorn, starlette or protobuf is not installed", "pip install -e '.[serve]'")
     own = {name: value for name, value in flat(given).items() if name not in vars(given.server)}
@@ -51,9 +53,9 @@ def run(argv: list[str]) -> None:
     from trainer.runs.api.api_run import serve
 
     limits = HTTPLimits(
-        max_body=server.max_body_mb << 20,
-        max_connections=server.max_connections,
-        read_timeout=server.read_timeout,
+        max_body=(server.max_body_mb or limit("body_mb")) << 20,
+        max_connections=server.max_connections or limit("connections"),
+        read_timeout=server.read_timeout or limit("request_s"),
         api_key=read_key("--api_key", server.api_key) if server.api_key else None,
     )
     serve(args, server, limits)

@@ -12,12 +12,12 @@ import sys
 
 from trainer.entry import run_command
 from trainer.errors import UserError
-from trainer.help_texts import OneLineParser
+from trainer.help_texts import ReadingParser
 
 
 def run(argv: list[str]) -> None:
     own, flags = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = OneLineParser("verify_run", description=__doc__)
+    parser = ReadingParser("verify_run", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the folder of a finished run")
     parser.add_argument("--dataset", metavar="FILE", help="where the data of --dataset is on this machine")
     parser.add_argument("--pretrain", metavar="DIR", help="where the model of --pretrain is on this machine")

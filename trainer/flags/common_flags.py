@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from trainer.flags.groups import arg, group, set_names
+from trainer.flags.groups import arg, group, limits_flag, set_names
 
 # of transformers.get_scheduler, without those that need a metric of the run, or the gradients
 SCHEDULES = (
@@ -98,9 +98,7 @@ class DataArguments:
         None, "evaluate on at most this many rows of each set (default: --max_samples)", type="PositiveInt"
     )
     max_samples: Optional[int] = arg(None, "use at most this many rows of each set", type="PositiveInt")
-    limits: Optional[list[str]] = arg(
-        None, "raise limits of untrusted input: NAME=NUMBER ..., see SECURITY.md", type=str, nargs="+"
-    )
+    limits: Optional[list[str]] = limits_flag()
     dataset_num_proc: int = arg(1, "processes that tokenize a set at its first use", type="PositiveInt")
     ignore_columns: Optional[str] = arg(
         None, "columns and keys of messages to leave out, though they would change the text (comma-separated)"

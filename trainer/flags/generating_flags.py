@@ -16,7 +16,7 @@ from trainer.flags.common_flags import (
     OutputArguments,
     VisionArguments,
 )
-from trainer.flags.groups import arg, group, set_names, some_flags
+from trainer.flags.groups import arg, group, limits_flag, of_table, set_names, some_flags
 from trainer.flags.preference_flags import PreferenceArguments
 from trainer.flags.rl_flags import (
     EnvironmentArguments,
@@ -107,15 +107,16 @@ class ListenArguments:
 
     host: str = arg("127.0.0.1", "address to listen on")
     api_key: Optional[str] = arg(None, "file with the key that requests must send; needed if others can reach --host")
+    limits: Optional[list[str]] = limits_flag()
 
 
 @dataclass
 class RequestArguments(ListenArguments):
     """Server: address, key and limits"""
 
-    max_body_mb: int = arg(64, "largest request, in MB; all requests together hold 16 times this", type="PositiveInt")
-    max_connections: int = arg(1024, "connections at a time; one beyond them gets 503", type="PositiveInt")
-    read_timeout: float = arg(30.0, "seconds for a whole request to arrive", type="PositiveFloat")
+    max_body_mb: Optional[int] = of_table("body_mb", "largest request, in MB; all requests together hold 16 times this")
+    max_connections: Optional[int] = of_table("connections", "connections at a time; one beyond them gets 503")
+    read_timeout: Optional[float] = of_table("request_s", "seconds for a whole request to arrive", "PositiveFloat")
 
 
 # --- serve_train: a model, its ranks and a server

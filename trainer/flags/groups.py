@@ -5,6 +5,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.limits import DEFAULTS, HELP
+
 
 def arg(default, help: str, *aliases: str, type=None, **kwargs):
     """Make a dataclass field with its help text, aliases (without dashes) and more keywords of `add_argument`."""
@@ -12,6 +14,16 @@ def arg(default, help: str, *aliases: str, type=None, **kwargs):
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def limits_flag():
+    """The field of --limits. `raise_limits` reads its value, which no file of others may give."""
+    return arg(None, HELP, type=str, nargs="+")
+
+
+def of_table(name: str, text: str, type: str = "PositiveInt"):
+    """The field of a flag whose default is limit `name`."""
+    return arg(None, f"{text} (default: --limits {name}, {DEFAULTS[name][0]})", type=type)
 
 
 def set_names(value: Any) -> Any:

@@ -9,7 +9,7 @@ import sys
 import time
 
 from trainer.errors import UserError
-from trainer.help_texts import OneLineParser
+from trainer.help_texts import ReadingParser
 from trainer.reports.run_rows import RunRows, describe, is_number, last_samples, read_rows
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -147,7 +147,7 @@ def checkpoints(folder: str) -> list[str]:
 
 
 def run(argv: list[str]) -> None:
-    parser = OneLineParser("watch", description=__doc__)
+    parser = ReadingParser("watch", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="the --output_dir of a run")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="print one view and end")

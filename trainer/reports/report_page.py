@@ -12,7 +12,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from trainer.errors import UserError
-from trainer.help_texts import OneLineParser
+from trainer.help_texts import ReadingParser
 from trainer.reports.run_differences import (
     FLOOR,
     LOSS_LIMITS,
@@ -192,7 +192,7 @@ def _table(rows: list[list[str]], joined: bool = False, tall: bool = False) -> s
 
 
 def run(argv: list[str]) -> None:
-    parser = OneLineParser("report", description=__doc__)
+    parser = ReadingParser("report", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the --output_dir of a run, or its metrics.jsonl")
     parser.add_argument("--output", metavar="HTML", help="the file to write (default: report.html in the first RUN)")
     args = parser.parse_args(argv)

@@ -9,11 +9,11 @@ gradients of the first step, final weights.
 Exit code: 0 if nothing is wrong or crashes, 1 if something does, 2 if there is no such model or it cannot be shrunk.
 """
 
-from trainer.help_texts import OneLineParser
+from trainer.help_texts import ReadingParser
 
 
-def build_parser() -> OneLineParser:
-    parser = OneLineParser("check", description=__doc__)
+def build_parser() -> ReadingParser:
+    parser = ReadingParser("check", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="model folder or hub name")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of the first column (default: all)")
     parser.add_argument("--keep", metavar="DIR", help="keep the tiny model, the logs and the runs here")

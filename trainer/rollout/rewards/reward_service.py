@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from trainer.limits import limit
 from trainer.rollout.peers import BadAnswer, check_values
 from trainer.rollout.rewards.http_service import (
     CLOSE,
@@ -33,8 +34,6 @@ from trainer.rollout.rewards.http_service import (
     run_until_signal,
     server_of,
 )
-
-MOST_VALUES = 1_000_000  # of the JSON of a request: while it is read, all other clients wait
 
 # score(prompts, responses, finished) -> one number per response
 Score = Callable[[list[str], list[str], list[bool]], list[float]]
@@ -208,7 +207,7 @@ class Service:
 def _texts(body: bytes, max_text: int) -> tuple[list[str], list[str], list[bool]]:
     """Prompts, responses and finished of a request. Raises Refused if they do not fit together."""
     try:
-        check_values(body, MOST_VALUES)
+        check_values(body, limit("request_values"))  # all other clients wait while it is read
     except BadAnswer as error:
         raise Refused(413, f"{str(error).partition(';')[0]}; send fewer texts at a time") from None
     try:

@@ -10,15 +10,13 @@ from queue import SimpleQueue
 from typing import Any
 
 from trainer.errors import UserError
+from trainer.limits import limit
 from trainer.rollout.rewards.http_service import Refused
 
 PROTOBUF = "application/x-protobuf"
 SESSION_SECONDS = 600  # the SDK sends a heartbeat every 10 s; without one for so long, a session has ended
 SESSIONS = 4  # for each of --max_clients: a program opens one to train, and others to ask or to sample
 SAMPLERS_KEPT = 8  # of one model, or of a session without a model
-MOST_WAITING = 8192  # answers of one session that its client has not read
-UNREAD_BYTES = 256 << 20  # of these answers, and of the requests that wait for their turn
-READ_BYTES = 16 << 20  # of answers that a session has read, kept for a client that missed one and asks again
 BYTES_OF_ANSWER = 1024  # of memory, besides the content
 
 
@@ -115,7 +113,8 @@ class Sessions:
         `makes` names the model or sampler that is freed if the job fails. Raises Refused if too many answers were not read.
         """
         if key not in session.futures:
-            if (waiting := len(session.futures) - len(session.read)) >= MOST_WAITING or session.unread >= UNREAD_BYTES:
+            waiting = len(session.futures) - len(session.read)
+            if waiting >= limit("unread") or session.unread >= limit("unread_kb") << 10:
                 self.drop(session, makes)
                 raise Refused(429, f"{waiting} answers of this session with {session.unread} bytes were not read")
             loop = asyncio.get_running_loop()
@@ -154,10 +153,10 @@ class Sessions:
         return content, kind
 
     def was_read(self, session: Session, key: str, num_bytes: int = 0) -> None:
-        """The client has this answer, or will not ask for it. The oldest such answers beyond READ_BYTES are freed."""
+        """The client has this answer, or will not ask for it. The oldest such answers beyond read_kb are freed."""
         session.unread -= num_bytes * (key not in session.read)
         session.read[key] = num_bytes + BYTES_OF_ANSWER
-        while sum(session.read.values()) > READ_BYTES and len(session.read) > 1:
+        while sum(session.read.values()) > limit("read_kb") << 10 and len(session.read) > 1:
             oldest = next(iter(session.read))
             del session.read[oldest], session.futures[oldest]
             self._owners.pop(oldest, None)

@@ -9,11 +9,12 @@ import secrets
 from collections.abc import Callable
 from typing import Optional
 
+from trainer.limits import limit
+
 NAME = "trainer.rollout.engines.on_vllm.server_guard.Guard"  # for --middleware
 OPEN = ("/health",)
 PATHS = ("/inference/v1/generate", "/collective_rpc", "/abort_requests")
 METHODS = ("facts_for_trainer", "receive_trainer_weights")  # of a worker, by /collective_rpc
-CALL_BYTES = 1 << 16  # of a request to /collective_rpc
 CLOSED = object()  # until `guard_with`: a process that does not know the key answers nobody
 _key: Optional[object] = CLOSED
 
@@ -64,7 +65,7 @@ async def _checked_call(receive: Callable) -> tuple[int, Callable]:
         if message["type"] != "http.request":
             return 400, receive
         body, more = body + message.get("body", b""), message.get("more_body", False)
-        if len(body) > CALL_BYTES:
+        if len(body) > limit("call_kb") << 10:
             return 413, receive
     try:
         method = json.loads(body)["method"]
