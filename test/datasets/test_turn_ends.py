@@ -8,10 +8,12 @@ import torch
 from tiny_tokenizers import DATA, bpe, stories, template
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from trainer.datasets.conversations.rendering import render
 from trainer.datasets.conversations.templates import render_prompt
 from trainer.datasets.conversations.turn_ends import as_trained, stop_ids, turn_ends
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.prompts import tokenize_prompts
+from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.rollout.rewards.model_scorer import ModelScorer
 from trainer.rollout.scoring import response_text
 
@@ -84,6 +86,39 @@ def test_rewards_read_the_tokens_that_train_rm_trained(name, tmp_path):
             assert asked == trained
             assert server.score([tokenizer.decode(prompt_ids)], [text]) == pytest.approx([expected], abs=1e-5)
         assert as_trained(prompt_ids, text_ids, ends, stops, tokenizer.eos_token_id) == text_ids, "a cut response"
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_answers_to_rendered_prompts_end_as_those_to_messages(name, tmp_path):
+    """With --read_control_tokens: train_rm, train_sft and the two rewards. Only a bos that the template lacks is more."""
+    tokenizer = PAIRS[name][0]()
+    ends, stops, eos = turn_ends(tokenizer), stop_ids(tokenizer, str(tmp_path)), tokenizer.eos_token_id
+    row = {"prompt": ASK, "chosen": [{"role": "assistant", "content": "ok"}]}
+    [chat] = pairs_of(tokenizer, [row | {"rejected": [{"role": "assistant", "content": "so"}]}])
+    text = render(tokenizer, ASK, tokenize=False, add_generation_prompt=True)
+    tokenizer.reads_control_tokens = True
+    row, whole = {"prompt": text, "chosen": "ok", "rejected": "so"}, {"chosen": f"{text}ok", "rejected": f"{text}so"}
+    closed = row | {"chosen": f"ok{ends.closing_text.rstrip()}"}
+    pair, same = pairs_of(tokenizer, [row, closed], prompt_key=None)
+    [texts] = pairs_of(tokenizer, [whole], prompt_key=None)
+    ids, mask = pair["chosen_ids"], pair["chosen_mask"]
+    num_more = len(ids) - len(chat["chosen_ids"])
+    assert (same["chosen_ids"], same["chosen_mask"]) == (ids, mask) and texts["chosen_ids"] == ids
+    assert ids[num_more:] == chat["chosen_ids"] and num_more == ids.count(tokenizer.bos_token_id)
+    ask = {"input_key": None, "label_key": None, "input_template": None, "apply_chat_template": False, "max_len": 90}
+    [asked] = tokenize_prompts(datasets.Dataset.from_list([row]), tokenizer, **ask, flag="--dataset")[0]["prompt_ids"]
+    last = len(ids) - len(ends.after) - ends.closes  # of the answer
+    for stop in {ends.end, eos}:
+        assert asked + as_trained(asked, [*ids[len(asked) : last], stop], ends, stops, eos) == ids
+    assert [i for i, has_loss in enumerate(mask) if has_loss] == list(range(len(asked), last + ends.closes))
+    classifier(tokenizer, tmp_path)
+    server = ModelScorer(str(tmp_path), dtype=torch.float32, device="cpu")
+    assert server.input_ids(tokenizer.decode(asked), response_text(tokenizer, asked, ids[len(asked) : last])) == ids
+    one = {"flag": "--dataset", "max_len": 90, "input_key": None, "output_key": None, "train_on": None}
+    one |= {"pretrain_mode": False, "apply_chat_template": False, "input_template": None}
+    rows = datasets.Dataset.from_list([{"prompt": text, "completion": "ok"}])
+    [sample] = tokenize_sft(rows, tokenizer, **one)[0]
+    assert sample["input_ids"] == (ids if ends.closes else [*ids, eos])
 
 
 @pytest.mark.parametrize("make", [lambda: bpe("<|endoftext|>", template("<|im_end|>")), lambda: stories(None)])

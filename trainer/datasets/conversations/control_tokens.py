@@ -29,6 +29,14 @@ def is_control(token: Any) -> bool:
     return token.special or CONTROL_LIKE.fullmatch(str(token)) is not None
 
 
+def is_stop_token(tokenizer: Any, token: int) -> bool:
+    """Whether a token ends a turn or a text: the eos token or any control token of the vocabulary."""
+    if token in tokenizer.all_special_ids:
+        return True
+    added = tokenizer.added_tokens_decoder.get(token)
+    return added is not None and is_control(added)
+
+
 def control_pattern(tokenizer: Any) -> re.Pattern | None:
     """What matches the text of a control token, or None if the tokenizer has none."""
     return _controls(tokenizer)[0]

@@ -3,9 +3,8 @@
 import re
 from typing import Any
 
-from trainer.datasets.conversations.control_tokens import first_behind
+from trainer.datasets.conversations.control_tokens import first_behind, is_stop_token
 from trainer.datasets.conversations.rendering import FLAG, chat_template, render
-from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.errors import UserError
 
 REMEDY = f"a template with {{% generation %}} markers via {FLAG}"

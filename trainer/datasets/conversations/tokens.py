@@ -13,12 +13,15 @@ from trainer.datasets.conversations.control_tokens import (
     check_end,
     encode,
     first_behind,
-    is_control,
+    is_stop_token,
     notes_of_end,
 )
+from trainer.datasets.conversations.turn_ends import TurnEnds
 
 # Raise this number if the same rows and options would give other tokens: an older cache file must not be used.
-TOKENIZER_VERSION = 15
+TOKENIZER_VERSION = 16
+NO_TURN = TurnEnds()
+TURN_IS_OPEN = "answers to prompts that open a turn of the assistant end as the chat template ends it"
 SET_BY_FLAGS = ("template_args", "reads_control_tokens")  # attributes of a tokenizer; see `prepare_tokenizer`
 
 
@@ -43,14 +46,6 @@ def digest_of(input_ids: list[int]) -> str:
     return hashlib.blake2b(np.asarray(input_ids, dtype="<i4").tobytes(), digest_size=8).hexdigest()
 
 
-def is_stop_token(tokenizer: Any, token: int) -> bool:
-    """Whether a token ends a turn or a text: the eos token or any control token of the vocabulary."""
-    if token in tokenizer.all_special_ids:
-        return True
-    added = tokenizer.added_tokens_decoder.get(token)
-    return added is not None and is_control(added)
-
-
 def prompt_tokens(tokenizer: Any, prompt: str, input_template: str | None = None) -> list[int]:
     """The ids of a text that continues: with the tokenizer's opening tokens, without the eos it may add at the end.
 
@@ -63,16 +58,22 @@ def prompt_tokens(tokenizer: Any, prompt: str, input_template: str | None = None
 
 
 def prompt_and_answer(
-    tokenizer: Any, prompt: str, answer: str, input_template: str | None
+    tokenizer: Any, prompt: str, answer: str, input_template: str | None, ends: TurnEnds = NO_TURN
 ) -> tuple[list[int], list[int]]:
     """(input_ids, loss_mask) of prompt, answer and eos, with loss on the answer and eos.
 
     A prompt of 3 tokens and an answer of 2 give the mask [0, 0, 0, 1, 1, 1]. An empty answer has no loss: it would
     teach only to stop. Both are tokenized as one text: SentencePiece would begin a text of its own with a space. A
     token that reaches over the border is the answer's. A bos that the answer spells out behind a prompt is text.
+
+    A prompt that ends with the opening of `ends` has opened a turn. Its answer gets the template's end in place of eos.
+    What follows the token that ends a turn has no loss.
     """
     framed, trained = _framed(tokenizer, prompt, input_template), int(bool(answer.strip()))
     text = framed + broken_document(tokenizer, answer, opens=not framed)
+    is_turn = ends.opens_text(framed)
+    if is_turn:
+        text = _closed(tokenizer, text, ends)
     if tokenizer.is_fast:
         input_ids, offsets = encode(tokenizer, text, opens=True)
         start = first_behind(offsets, len(framed))
@@ -80,13 +81,16 @@ def prompt_and_answer(
         input_ids = encode(tokenizer, framed, opens=True)[0]
         start = len(input_ids)
         input_ids += encode(tokenizer, text[len(framed) :])[0]
-    input_ids = _with_eos(tokenizer, input_ids, start)
-    return input_ids, [0] * start + [trained] * (len(input_ids) - start)
+    input_ids = input_ids if is_turn else _with_eos(tokenizer, input_ids, start)
+    num_after = len(ends.after) if is_turn else 0
+    return input_ids, [0] * start + [trained] * (len(input_ids) - start - num_after) + [0] * num_after
 
 
-def notes_of_prompt(tokenizer: Any, prompt: str, input_template: str | None) -> set[str]:
-    """The warning for a prompt of `prompt_and_answer` whose end is lost where it is tokenized alone."""
-    return notes_of_end(tokenizer, _framed(tokenizer, prompt, input_template), opens=True)
+def notes_of_prompt(tokenizer: Any, prompt: str, input_template: str | None, ends: TurnEnds = NO_TURN) -> set[str]:
+    """How the answers to a prompt of `prompt_and_answer` end if it has opened a turn, and the warning for a prompt whose
+    end is lost where it is tokenized alone."""
+    framed = _framed(tokenizer, prompt, input_template)
+    return notes_of_end(tokenizer, framed, opens=True) | ({TURN_IS_OPEN} if ends.opens_text(framed) else set())
 
 
 def trains_stop(tokenizer: Any, input_ids: list[int], loss_mask: list[int]) -> bool:
@@ -95,9 +99,16 @@ def trains_stop(tokenizer: Any, input_ids: list[int], loss_mask: list[int]) -> b
     return any(has and not after[i] and is_stop_token(tokenizer, input_ids[i]) for i, has in enumerate(loss_mask))
 
 
-def whole_text(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """(input_ids, loss_mask) of a text and eos, with loss on all tokens. An empty text has no loss."""
-    input_ids = _with_eos(tokenizer, encode(tokenizer, broken_document(tokenizer, text), opens=True)[0])
+def whole_text(tokenizer: Any, text: str, ends: TurnEnds = NO_TURN) -> tuple[list[int], list[int]]:
+    """(input_ids, loss_mask) of a text and eos, with loss on all tokens. An empty text has no loss.
+
+    A text with the opening of `ends` has turns. It gets the template's end in place of eos.
+    """
+    document = broken_document(tokenizer, text)
+    is_turn = bool(ends.opening_text) and ends.opening_text in document
+    document = _closed(tokenizer, document, ends) if is_turn else document
+    input_ids = encode(tokenizer, document, opens=True)[0]
+    input_ids = input_ids if is_turn else _with_eos(tokenizer, input_ids)
     return input_ids, [1 if text.strip() else 0] * len(input_ids)
 
 
@@ -107,6 +118,15 @@ def _framed(tokenizer: Any, prompt: str, input_template: str | None) -> str:
         bos = tokenizer.bos_token if tokenizer.bos_token and prompt.startswith(tokenizer.bos_token) else ""
         return bos + broken(tokenizer, prompt[len(bos) :])
     return input_template.replace("{}", broken(tokenizer, prompt), 1)  # not str.format: the texts may hold braces
+
+
+def _closed(tokenizer: Any, text: str, ends: TurnEnds) -> str:
+    """A text that ends with an answer, with the template's end. An end or eos that stands there is enough."""
+    closing = ends.closing_text
+    for end in (closing.rstrip(), closing.strip(), tokenizer.eos_token):
+        if end and text.rstrip().endswith(end):
+            return text.rstrip().removesuffix(end) + closing
+    return text + closing
 
 
 def _with_eos(tokenizer: Any, input_ids: list[int], start: int = 0) -> list[int]:

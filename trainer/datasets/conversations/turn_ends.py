@@ -6,9 +6,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from trainer.datasets.conversations.control_tokens import control_pattern, ids_behind
+from trainer.datasets.conversations.control_tokens import control_pattern, ids_behind, is_stop_token
 from trainer.datasets.conversations.rendering import render
-from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.datasets.conversations.turns import MARK
 from trainer.errors import UserError
 
@@ -34,6 +33,10 @@ class TurnEnds:
     def opens(self, prompt_ids: list[int]) -> bool:
         """Whether the prompt ends with the generation prompt of the template."""
         return bool(self.opening) and tuple(prompt_ids[-len(self.opening) :]) == self.opening
+
+    def opens_text(self, prompt: str) -> bool:
+        """Whether the text of a prompt ends with the generation prompt of the template."""
+        return bool(self.opening_text) and prompt.endswith(self.opening_text)
 
     def closed(self, response_ids: list[int]) -> list[int]:
         """The response with the template's end. `response_ids` are without the token that stopped them."""

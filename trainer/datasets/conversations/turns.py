@@ -7,10 +7,9 @@ import os
 import secrets
 from typing import Any, Optional
 
-from trainer.datasets.conversations.control_tokens import BREAK, ids_behind
+from trainer.datasets.conversations.control_tokens import BREAK, ids_behind, is_stop_token
 from trainer.datasets.conversations.rendering import chat_template, render
 from trainer.datasets.conversations.templates import as_data
-from trainer.datasets.conversations.tokens import is_stop_token
 from trainer.datasets.conversations.tool_formats import names_format, tool_calls
 from trainer.errors import UserError
 

@@ -12,11 +12,12 @@ from trainer.datasets.conversations.messages import TRAIN, tools_of
 from trainer.datasets.conversations.rendering import chat_template
 from trainer.datasets.conversations.templates import arguments_of_row, notes_of_template, render_chat
 from trainer.datasets.conversations.tokens import (
+    NO_TURN,
     notes_of_prompt,
     prompt_and_answer,
     whole_text,
 )
-from trainer.datasets.conversations.turn_ends import openings_of
+from trainer.datasets.conversations.turn_ends import TurnEnds, openings_of, turn_ends
 from trainer.datasets.samples.ledger import Ledger, keep, ledger_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE
@@ -39,6 +40,7 @@ class AnswerOptions:
     answers: tuple[str, ...]  # the parts of a row that are answers; each one ends a separate conversation
     input_template: str | None
     max_len: int
+    ends: TurnEnds = NO_TURN  # of answers to prompts that are rendered already
 
 
 def answer_options(
@@ -79,7 +81,7 @@ def answer_options(
     facts = {"has_conversations": bool(reader.chat), "has_prompts": has_prompt}
     refuse_for_rows(apply_chat_template=apply_chat_template, input_template=input_template, **facts)
     check_input_template(input_template)
-    return AnswerOptions(reader, parts, input_template, max_len)
+    return AnswerOptions(reader, parts, input_template, max_len, turn_ends(tokenizer))
 
 
 def tokenize_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOptions) -> tuple[list[int], list[int]]:
@@ -93,9 +95,9 @@ def tokenize_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOpti
 
 def _text_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOptions):
     if row["prompt"] is None:  # whole texts: the part that both share cancels in every preference
-        return whole_text(tokenizer, row[part])
-    row.notes.facts |= notes_of_prompt(tokenizer, row["prompt"], options.input_template)
-    return prompt_and_answer(tokenizer, row["prompt"], row[part], options.input_template)
+        return whole_text(tokenizer, row[part], options.ends)
+    row.notes.facts |= notes_of_prompt(tokenizer, row["prompt"], options.input_template, options.ends)
+    return prompt_and_answer(tokenizer, row["prompt"], row[part], options.input_template, options.ends)
 
 
 def _chat_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOptions):

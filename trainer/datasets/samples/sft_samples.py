@@ -17,6 +17,7 @@ from trainer.datasets.conversations.messages import tools_of
 from trainer.datasets.conversations.rendering import chat_template
 from trainer.datasets.conversations.templates import arguments_of_row, notes_of_template, render_chat
 from trainer.datasets.conversations.tokens import (
+    NO_TURN,
     TOKENIZER_VERSION,
     digest_of,
     notes_of_prompt,
@@ -25,7 +26,7 @@ from trainer.datasets.conversations.tokens import (
     trains_stop,
     whole_text,
 )
-from trainer.datasets.conversations.turn_ends import openings_of
+from trainer.datasets.conversations.turn_ends import TurnEnds, openings_of, turn_ends
 from trainer.datasets.files.image_files import COLUMN
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, within
@@ -61,6 +62,7 @@ class _Options:
     input_template: str | None
     train_on: str  # last or all
     max_len: int
+    ends: TurnEnds = NO_TURN  # of answers to prompts that are rendered already
     answers = ("answer",)  # the parts of a row that are an answer, for images
 
 
@@ -172,7 +174,10 @@ def options_of(
     refuse_for_rows(has_conversations=_has_conversations(reader, columns), **flags)
     check_input_template(input_template)
     _check_columns(reader, columns, tokenizer, flag)
-    return _Options(reader, input_template, train_on or "last", max_len)
+    ends = turn_ends(tokenizer)
+    if not ends.closes:  # then eos is the only token that can end an answer
+        ends = NO_TURN
+    return _Options(reader, input_template, train_on or "last", max_len, ends)
 
 
 def with_loss(samples: Dataset, flag: str, max_len: int, allow_no_stop: bool) -> tuple[Dataset, Ledger]:
@@ -280,8 +285,8 @@ def tokenize_row(
 
 
 def _from_parts(row: ReadRow, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
-    row.notes.facts |= notes_of_prompt(tokenizer, row["prompt"], options.input_template)
-    return prompt_and_answer(tokenizer, row["prompt"], row["answer"], options.input_template)
+    row.notes.facts |= notes_of_prompt(tokenizer, row["prompt"], options.input_template, options.ends)
+    return prompt_and_answer(tokenizer, row["prompt"], row["answer"], options.input_template, options.ends)
 
 
 def _from_text(row: ReadRow, tokenizer: Any, options: _Options) -> tuple[list[int], list[int]]:
