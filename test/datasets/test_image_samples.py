@@ -34,6 +34,7 @@ from trainer.errors import UserError
 from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.rl_flags import PPOArguments
 from trainer.model_folders.model_writer import copy_processor, save_source_config
+from trainer.models.model_bounds import bounds_of
 from trainer.runs.features.image_runs import ImageRun
 from trainer.runs.preference_runs import load_dpo
 from trainer.runs.rl.rl_run import load_data as load_prompts
@@ -241,7 +242,7 @@ def test_an_image_is_never_cut(here):
 
 
 def test_ids_and_lengths_of_rows_with_images_are_bounded(here):
-    """The tokens of an image need no embedding. Only learned positions are one for each token."""
+    """The tokens of an image need no embedding. With M-RoPE, they have fewer positions than tokens."""
     samples, _ = load(here, [talk("Hi?"), talk("<image>Hi?", images=["pictures/1.png"]), talk("Ho?")])
     tokenizer, lists = AutoTokenizer.from_pretrained(here / "qwen3_vl"), [row["input_ids"] for row in samples]
     own = set(samples.processor.image_token_ids) - {None}
@@ -250,7 +251,14 @@ def test_ids_and_lengths_of_rows_with_images_are_bounded(here):
     first = next(number for number, ids in enumerate(lists) if top in ids)
     assert own & set(lists[1]) and longest == len(lists[1])
     assert check_bounds(samples, tokenizer, "--dataset", Bounds(top + 1, longest, True)) == []
-    assert check_bounds(samples, tokenizer, "--dataset", Bounds(top + 1, longest - 1)) == []
+    [warning] = check_bounds(samples, tokenizer, "--dataset", Bounds(top + 1, longest - 1))
+    assert warning.startswith(f"WARNING: --dataset row {place + 1} has {longest} tokens, more than the model's")
+    num_text = max(sum(token not in own for token in ids) for ids in lists)
+    mrope = {"learned": False, "of_images": True}
+    assert check_bounds(samples, tokenizer, "--dataset", Bounds(top + 1, num_text, **mrope)) == []
+    [warning] = check_bounds(samples, tokenizer, "--dataset", Bounds(top + 1, num_text - 1, **mrope))
+    assert f"{num_text} tokens of text, more than the model's {num_text - 1} positions" in warning
+    assert bounds_of(str(here / "qwen3_vl"), False).of_images
     with pytest.raises(UserError, match=f"--dataset row {first + 1}: token {top} is beyond the {top} rows"):
         check_bounds(samples, tokenizer, "--dataset", Bounds(top, None))
     with pytest.raises(UserError, match=f"--dataset row {place + 1}: {longest} tokens, more than the model's"):

@@ -25,7 +25,8 @@ def bounds_of(folder: str, trust_remote_code: bool) -> Bounds:
     if parameters:
         entries = [parameters, *parameters.values()]
         kinds = {entry["rope_type"] for entry in entries if isinstance(entry, dict) and "rope_type" in entry}
-        return Bounds(text.vocab_size, limit if kinds <= {"default"} else None)
+        of_images = any(isinstance(entry, dict) and "mrope_section" in entry for entry in entries)
+        return Bounds(text.vocab_size, limit if kinds <= {"default"} else None, of_images=of_images)
     has_table = _has_table(config, limit, trust_remote_code)
     return Bounds(text.vocab_size, limit if has_table else None, has_table)
 

@@ -1,7 +1,7 @@
 """Whether a model can take the token samples: their ids against its embedding, their lengths against its positions."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,26 +18,27 @@ class Bounds:
     """What a model takes: ids below `vocab_size`, and `positions` tokens (None: any number).
 
     `learned`: further positions have no weights, so a longer row cannot run. Rotary positions go on, untrained.
+    `of_images`: an image has fewer positions than tokens (M-RoPE).
     """
 
     vocab_size: int
     positions: int | None = None
     learned: bool = False
+    of_images: bool = False
 
 
 def check_bounds(samples: Any, tokenizer: Any, flag: str, bounds: Bounds) -> list[str]:
     """Check samples in Arrow columns. Returns the warnings.
 
     The ids are only searched if the tokenizer has one beyond the embedding: there may be a billion rows. Samples with
-    images have `image_ids`, which need no embedding. Their rotary positions may be fewer than the tokens (M-RoPE).
+    images have `image_ids`, which need no embedding. With M-RoPE, only their text surely needs as many positions.
     Raises: UserError that names the row for an id without embedding, and for a row longer than learned positions.
     """
-    if hasattr(samples, "image_ids") and not bounds.learned:
-        bounds = replace(bounds, positions=None)
     if max(tokenizer.get_vocab().values(), default=0) >= bounds.vocab_size:
         check_ids(samples, flag, bounds.vocab_size)
-    longest, row = max((_longest(samples, name) for name in _id_columns(samples)), default=(0, 0))
-    return check_length(longest, row, flag, bounds)
+    only_text = bounds.of_images and hasattr(samples, "image_ids")
+    longest, row = max((_longest(samples, name, only_text) for name in _id_columns(samples)), default=(0, 0))
+    return check_length(longest, row, flag, bounds, "tokens of text" if only_text else "tokens")
 
 
 def check_sample(sample: dict[str, Any], flag: str, bounds: Bounds) -> None:
@@ -64,11 +65,11 @@ def check_ids(samples: Any, flag: str, vocab_size: int) -> None:
             check_ids_of_row(ids, sample["row"], flag, vocab_size)
 
 
-def check_length(longest: int, row: int, flag: str, bounds: Bounds) -> list[str]:
+def check_length(longest: int, row: int, flag: str, bounds: Bounds, noun: str = "tokens") -> list[str]:
     """The warning for the longest row, if rotary positions end before it. Raises UserError if learned ones do."""
     if bounds.positions is None or longest <= bounds.positions:
         return []
-    found = f"{longest} tokens, more than the model's {bounds.positions} positions"
+    found = f"{longest} {noun}, more than the model's {bounds.positions} positions"
     if bounds.learned:
         raise UserError(f"{flag} row {row + 1}", found, f"--max_len {bounds.positions}, or shorter rows")
     cure = f"--max_len {bounds.positions}, or a scaling of rope_parameters in config.json"
@@ -84,10 +85,13 @@ def _id_columns(samples: Any) -> Iterator[str]:
     return (name for name in ID_COLUMNS if name in samples.column_names)
 
 
-def _longest(samples: Any, name: str) -> tuple[int, int]:
-    """(tokens, row) of the longest list of a column, among the samples that are kept."""
+def _longest(samples: Any, name: str, only_text: bool) -> tuple[int, int]:
+    """(tokens, row) of the longest list of a column, among the samples that are kept. `only_text`: without those of images."""
     lengths = pc.list_value_length(samples.data.column(name))
     lengths = np.asarray(pa.chunked_array(lengths.chunks, lengths.type))
+    if only_text:
+        of_images = samples.data.column("num_image_tokens").to_numpy()  # of all columns together
+        lengths = lengths - of_images // len(list(_id_columns(samples)))
     if samples._indices is not None:
         lengths = lengths[samples._indices.column(0).to_numpy()]
     place = int(lengths.argmax())
