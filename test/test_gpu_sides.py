@@ -22,9 +22,8 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.distributed import mesh, pinned_memory
 from trainer.distributed.host_offload import keep_on_host
 from trainer.errors import UserError
-from trainer.flags.common_flags import LoraArguments, SFTArguments
+from trainer.flags.common_flags import SFTArguments
 from trainer.flags.parse_flags import from_flat
-from trainer.flags.preference_flags import PreferenceArguments
 from trainer.flags.rl_flags import RolloutArguments
 from trainer.metrics import Rows
 from trainer.model_parallel import expert_parallel
@@ -278,8 +277,8 @@ def test_the_memory_of_a_reference_is_free_before_the_policy_trains(calls, tmp_p
     calls.note(torch.cuda, "empty_cache")
     calls.note(dist, "get_world_size", 1)
     setup = SimpleNamespace(strategy=SimpleNamespace(device=CARD, is_rank_0=lambda: True), folder=str(tmp_path))
-    args = SimpleNamespace(preference=PreferenceArguments(), lora=LoraArguments())
-    run = SimpleNamespace(setup=setup, args=args, samples=None, eval_samples=None)
+    parts = {"args": SimpleNamespace(), "reference": (str(tmp_path), None)}
+    run = SimpleNamespace(setup=setup, samples=None, eval_samples=None, **parts)
     precompute.add_log_probs(run)
     assert run.samples is None
     assert calls.found[-1] == ("empty_cache",)
