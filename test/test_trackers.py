@@ -17,6 +17,7 @@ from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.errors import UserError
 from trainer.flags.common_flags import OutputArguments
 from trainer.metrics import MetricsLog
+from trainer.mirrors import shared_name
 from trainer.runs.output_folders import check_trackers
 from trainer.runs.outputs import start_metrics
 from trainer.training.checkpointing import Progress
@@ -78,6 +79,23 @@ def write(tmp_path, name: str, run_ids=None) -> dict:
 
 NUMBERS = {"train/loss": 0.5, "train/learning_rate": 0.1}
 TABLE = "| prompt | score |\n| --- | --- |\n| a\\|b | 1.0 |\n"
+
+
+def test_curves_have_the_names_of_trl():
+    """Those of its GRPOTrainer._metrics."""
+    names = {
+        "reward": "train/reward",
+        "reward_std": "train/reward_std",
+        "reward_p90": "train/reward_p90",
+        "reward_accuracy": "train/rewards/accuracies",
+        "reward_math": "train/rewards/math/mean",
+        "eval_reward_math": "eval/rewards/math/mean",
+        "eval_response_length": "eval/completions/mean_length",
+        "truncated_fraction": "train/completions/clipped_ratio",
+        "clip_fraction": "train/clip_ratio/region_mean",
+        "reward/easy": "train/reward/easy",
+    }
+    assert {name: shared_name(name) for name in names} == names
 
 
 def test_trackio(trackers, tmp_path):

@@ -19,7 +19,16 @@ SHARED_NAMES = {
     "reward_margin": "rewards/margins",
     "chosen_logps": "logps/chosen",
     "rejected_logps": "logps/rejected",
+    "response_length": "completions/mean_length",
+    "truncated_fraction": "completions/clipped_ratio",
+    "groups_equal": "frac_reward_zero_std",
+    "clip_fraction": "clip_ratio/region_mean",
+    "clip_fraction_low": "clip_ratio/low_mean",
+    "clip_fraction_high": "clip_ratio/high_mean",
+    "rollout_logprob_diff": "sampling/sampling_logp_difference/mean",
+    "rollout_logprob_diff_max": "sampling/sampling_logp_difference/max",
 }
+OF_REWARD = re.compile(r"reward_(?!std$|p\d+$)(.+)")  # the mean of one function of --reward_func, as TRL has it
 CURES = {"wandb": "wandb login, WANDB_API_KEY, or WANDB_MODE=offline"}
 WITHOUT_KEY = ("offline", "disabled", "dryrun")  # modes of wandb
 MOST_PARAMS, LONGEST_PARAM = 100, 500  # of one call of mlflow.log_params, and of a value in every version
@@ -195,10 +204,8 @@ class Mirrors:
 
 def shared_name(key: str) -> str:
     """The name of a metric where curves of several trainers lie over each other: those of HF Trainer and TRL."""
-    if key.startswith("eval_"):
-        key = key.removeprefix("eval_")
-        return f"eval/{SHARED_NAMES.get(key, key)}"
-    return f"train/{SHARED_NAMES.get(key, key)}"
+    kind, own = ("eval", key.removeprefix("eval_")) if key.startswith("eval_") else ("train", key)
+    return kind + "/" + (SHARED_NAMES.get(own) or OF_REWARD.sub(r"rewards/\1/mean", own))
 
 
 def _markdown_table(rows: list[dict]) -> str:
