@@ -21,6 +21,7 @@ from trainer.flags.groups import from_flat
 from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.rules import COMMANDS
 from trainer.models.model_loading import load_tokenizer
+from trainer.runs import start_line as start_line_of_run
 from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.output_folders import check_rights, holds_run, open_folder
 from trainer.runs.run_data import shortened
@@ -113,6 +114,33 @@ def test_auto_is_bf16_only_where_the_cpu_has_its_instructions(tmp_path, monkeypa
     monkeypatch.setattr("trainer.runs.start_line.multiplies_bf16", lambda device: fast)
     assert resolve_dtype("auto", "cpu") == ("bf16" if fast else "fp32")
     assert [resolve_dtype(name, "cpu") for name in ("bf16", "fp16", "fp32")] == ["bf16", "fp16", "fp32"]
+
+
+@pytest.mark.parametrize(
+    ("version", "hidden", "driver", "reason"),
+    [
+        ("2.13.0+cpu", None, True, "torch 2.13.0+cpu is a build without CUDA"),
+        ("2.13.0", "", True, "CUDA_VISIBLE_DEVICES hides all GPUs"),
+        ("2.13.0+cu130", "0", False, "this machine has no NVIDIA driver (libcuda.so.1)"),
+        ("2.13.0+cu130", "0", True, ""),
+        ("2.13.0+rocm7", None, False, ""),
+    ],
+)
+def test_a_gpu_that_cannot_be_there_is_refused_before_torch(monkeypatch, version, hidden, driver, reason):
+    def load(name):
+        if name and not driver:
+            raise OSError(name)
+
+    monkeypatch.setattr(start_line_of_run.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(start_line_of_run.ctypes, "CDLL", load)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    with pytest.raises(UserError) if reason else contextlib.nullcontext() as refused:
+        check_flags(
+            "train_sft", parse_arguments(COMMANDS["train_sft"], "train_sft", ["--device", "cuda"]), ("eval_loss",)
+        )
+    assert not reason or str(refused.value) == f"--device: cuda, but {reason} (allowed: cpu, auto)"
 
 
 def test_parameters_are_counted_from_the_headers_of_files(demo, tmp_path):

@@ -20,7 +20,7 @@ from trainer.limits import raise_limits, read_model_config
 from trainer.model_folders.adapter_folder import adapter_here, base_folder, is_adapter, read_adapter
 from trainer.model_folders.folder_names import check_model_name, check_on_hub
 from trainer.runs import output_folders
-from trainer.runs.start_line import resolve_dtype
+from trainer.runs.start_line import check_device, resolve_dtype
 from trainer.strategies import refuse_options
 from trainer.strategies.options import StrategyOptions
 
@@ -46,6 +46,7 @@ def check_flags(command: str, args, eval_metrics: tuple[str, ...], is_demo: bool
 
     `facts` are those of `rules.refuse`. `eval_metrics` may choose the best checkpoint.
     """
+    check_device(args.layout.device)
     args.model.param_dtype = resolve_dtype(args.model.param_dtype, args.layout.device)
     start_from_adapter(args.model, args.lora)
     args.optimizer.learning_rate = rate_of(command, args.optimizer.learning_rate, args.lora.lora_rank)

@@ -1,5 +1,6 @@
 """The first line of a run, and the dtype that this machine multiplies fast. Both are known before torch is imported."""
 
+import ctypes
 import importlib.metadata
 import json
 import math
@@ -46,8 +47,27 @@ def multiplies_bf16(device: str, cpu_facts: str = "/proc/cpuinfo") -> bool:
 
 def has_gpu() -> bool:
     """Whether torch will find a GPU, as far as this is seen without torch."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return os.path.exists("/dev/nvidiactl") and not hidden and "+cpu" not in importlib.metadata.version("torch")
+    return os.path.exists("/dev/nvidiactl") and not lacks_gpu()
+
+
+def lacks_gpu() -> str:
+    """Why torch will find no GPU, where this is sure without torch. Empty: it may find one."""
+    version = importlib.metadata.version("torch")
+    if "+cpu" in version:
+        return f"torch {version} is a build without CUDA"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "CUDA_VISIBLE_DEVICES hides all GPUs"
+    try:
+        ctypes.CDLL("libcuda.so.1" if "+rocm" not in version else None)
+    except OSError:
+        return "this machine has no NVIDIA driver (libcuda.so.1)"
+    return ""
+
+
+def check_device(device: str) -> None:
+    """Raise UserError for --device cuda if torch will surely find no GPU."""
+    if device == "cuda" and (reason := lacks_gpu()):
+        raise UserError("--device", f"cuda, but {reason}", "cpu, auto")
 
 
 def begin(command: str, args, trains: bool = True) -> None:
