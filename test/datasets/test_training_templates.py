@@ -125,7 +125,7 @@ def test_a_mark_is_what_the_model_writes_after_its_prompt(name):
     ours = training_templates.read(name)
     num_marked = 0
     for messages, tools, text in conversations(template, 70):
-        rendered, blocks = training_templates.render(ours, messages, tools, OPTIONS)
+        rendered, blocks = training_templates.with_blocks(ours, messages, tools, OPTIONS)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         assert rendered == text and len(blocks) == len(turns)
         for turn, (start, end) in zip(turns, blocks, strict=True):
@@ -160,7 +160,9 @@ def test_a_stock_template_is_known_by_its_texts_and_masked_with_every_turn(name)
         assert input_ids == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
         runs = groupby(zip(mask, input_ids, strict=True), key=lambda pair: pair[0])
         texts = [tokenizer.decode([token for _, token in run]) for marked, run in runs if marked]
-        text, blocks = training_templates.render(ours, messages, None, training_templates.special_tokens(tokenizer))
+        text, blocks = training_templates.with_blocks(
+            ours, messages, None, training_templates.special_tokens(tokenizer)
+        )
         assert texts == [text[start:end] for start, end in blocks] and len(texts) == number + 1
         assert all("größer 🙂" in one for one in texts)
         last = render_chat(tokenizer, messages, multiturn=False)[1]

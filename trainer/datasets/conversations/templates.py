@@ -130,7 +130,7 @@ def load_chat_template(value: str | None, tokenizer: Any) -> None:
     tokenizer.chat_template = template
     try:
         talk = [{"role": "user", "content": "x"}]
-        training_templates.render(template, talk, None, training_templates.special_tokens(tokenizer))
+        training_templates.with_blocks(template, talk, None, training_templates.special_tokens(tokenizer))
     except TemplateSyntaxError as error:
         raise UserError(FLAG, f"Jinja error in line {error.lineno}: {error.message}") from None
     except training_templates.RAISED:  # it may refuse this conversation but accept the rows
@@ -142,7 +142,7 @@ def _check_marks(name: str, template: str, tokenizer: Any) -> None:
     talk = [training_templates.QUESTION, training_templates.ANSWER, training_templates.QUESTION]
     options = {"bos_token": "", "eos_token": ""} | training_templates.special_tokens(tokenizer)
     options["add_generation_prompt"] = True
-    text = training_templates.render(template, talk, None, options)[0]
+    text = training_templates.with_blocks(template, talk, None, options)[0]
     missing = [mark for mark in dict.fromkeys(MARK_OF_TURN.findall(text)) if mark not in tokenizer.get_vocab()]
     if missing:
         found = f"{name} writes {', '.join(missing)}, and the tokenizer has no such token"

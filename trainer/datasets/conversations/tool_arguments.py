@@ -43,7 +43,7 @@ def _probe(template: str, arguments: Any, options: dict) -> str:
     for content in ("", None):  # DeepSeek shows calls only of a message without content
         message = {"role": "assistant", "content": content, "tool_calls": [call]}
         try:
-            text = training_templates.render(template, [training_templates.QUESTION, message], None, options)[0]
+            text = training_templates.with_blocks(template, [training_templates.QUESTION, message], None, options)[0]
         except training_templates.RAISED:
             continue
         if "q7" in text:

@@ -81,12 +81,14 @@ def special_tokens(tokenizer: Any) -> dict[str, str]:
 def _text(template: str, messages: list[dict], options: dict) -> str | None:
     """The text of a conversation, or None if the template refuses it."""
     try:
-        return render(template, messages, None, options)[0]
+        return with_blocks(template, messages, None, options)[0]
     except RAISED:
         return None
 
 
-def render(template: str, messages: list[dict], tools: list | None, options: dict) -> tuple[str, list[tuple[int, int]]]:
+def with_blocks(
+    template: str, messages: list[dict], tools: list | None, options: dict
+) -> tuple[str, list[tuple[int, int]]]:
     """The text and, for each assistant message, the first character of its block and the one after its last.
 
     Raises RAISED if the template refuses the conversation, and UserError if it takes too much time or memory.
@@ -110,7 +112,7 @@ def written_spans(
     if version is None or not tokenizer.is_fast:
         return None
     try:
-        rendered, blocks = render(
+        rendered, blocks = with_blocks(
             version, messages, tools, special_tokens(tokenizer) | getattr(tokenizer, "template_args", {})
         )
     except RAISED:
