@@ -1,8 +1,8 @@
-"""The start of a run: the strategy, the machine, the tokenizer and the attention function."""
+"""The start of a run: the strategy, the machine, the tokenizer, the attention function and the options of the loop."""
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Optional
 
 import torch
@@ -27,6 +27,7 @@ from trainer.models.model_loading import check_code, load_tokenizer, resolve_mod
 from trainer.strategies import get_strategy
 from trainer.strategies.options import StrategyOptions
 from trainer.training.checkpointing import FOLDER
+from trainer.training.loop import LoopOptions
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of torch; the user's choice stays
 
@@ -147,6 +148,12 @@ def _resumes(output_dir: Optional[str], load_checkpoint: Optional[str], lora_ran
     if load_checkpoint is None or lora_rank:
         return False
     return broadcast_object(bool(checkpoints_to_load(os.path.join(output_dir or "", FOLDER), load_checkpoint)))
+
+
+def loop_options(args, total_steps: int) -> LoopOptions:
+    """The flags that the training loop reads. Each has the name of its option."""
+    flags = flat(args) | {"total_steps": total_steps}
+    return LoopOptions(**{field.name: flags[field.name] for field in fields(LoopOptions)})
 
 
 # --- the machine

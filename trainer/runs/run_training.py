@@ -23,9 +23,8 @@ from trainer.runs.run import Method, Run
 from trainer.runs.run_data import build_loader, load_sets, note_small_data
 from trainer.runs.run_models import shard_model
 from trainer.runs.run_record import identity_of
-from trainer.runs.run_setup import set_up
+from trainer.runs.run_setup import loop_options, set_up
 from trainer.training.checkpointing import Checkpoints, Trained
-from trainer.training.loop import LoopOptions
 from trainer.training.loop import train as run_loop
 from trainer.training.verify_resume import verify_resume
 
@@ -119,12 +118,6 @@ def model_flops(model, ledger) -> float:
     """FLOPs per token. A frozen weight needs no gradient: 4 FLOPs per token instead of 6."""
     num_params = sum(full_size(p) * (1 if p.requires_grad else 2 / 3) for p in model.parameters())
     return flops_per_token(model.config, num_params, ledger["num_tokens"] / ledger["num_samples"])
-
-
-def loop_options(args, total_steps: int) -> LoopOptions:
-    """The flags that the training loop reads. Each has the name of its option."""
-    flags = flat(args) | {"total_steps": total_steps}
-    return LoopOptions(**{field.name: flags[field.name] for field in dataclasses.fields(LoopOptions)})
 
 
 def save(run: Run) -> None:

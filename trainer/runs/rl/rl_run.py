@@ -38,8 +38,7 @@ from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_roles import build_roles, make_batches_of
 from trainer.runs.run_data import load_sets, load_sets_of, note_small_data, text_options, tokenized
 from trainer.runs.run_record import identity_of
-from trainer.runs.run_setup import set_up
-from trainer.runs.run_training import loop_options
+from trainer.runs.run_setup import loop_options, set_up
 from trainer.training.checkpointing import Checkpoints, SavePolicy, Trained
 from trainer.training.verify_resume import verify_replay
 
