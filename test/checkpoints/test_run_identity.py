@@ -11,8 +11,18 @@ from datasets import Dataset
 from launch import forked, read_rows, read_steps
 from safetensors.torch import load_file, save_file
 
-from trainer.checkpoints.resume_effects import EFFECT_OF, EFFECTS, FIXED, OBJECTIVE, OUTPUT, check_allowed
-from trainer.checkpoints.run_identity import LATER, Identity, changes, sealed
+from trainer.checkpoints.run_identity import (
+    EFFECT_OF,
+    EFFECTS,
+    FIXED,
+    LATER,
+    OBJECTIVE,
+    OUTPUT,
+    Identity,
+    changes,
+    check_allowed,
+    sealed,
+)
 from trainer.cli import train_dpo, train_kd, train_ppo, train_sft
 from trainer.datasets.demos.demo import make_demo
 from trainer.datasets.files.stream_rows import contents_of_files

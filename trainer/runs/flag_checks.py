@@ -5,7 +5,7 @@ import os
 from typing import Optional
 
 from trainer.checkpoints.checkpoint_store import LATEST, checkpoints_to_load
-from trainer.checkpoints.ended_run import check_ended
+from trainer.checkpoints.run_identity import check_ended
 from trainer.comma_separated import names_in, names_to_check
 from trainer.datasets.files.set_names import check_files, names_on_hub
 from trainer.datasets.text_flags import check_text_flags

@@ -11,8 +11,7 @@ from typing import Any, Optional
 import torch
 from safetensors import safe_open
 
-from trainer.checkpoints.resume_effects import check_allowed
-from trainer.checkpoints.run_identity import Identity, sealed
+from trainer.checkpoints.run_identity import Identity, check_allowed, sealed
 from trainer.comma_separated import names_in
 from trainer.datasets.batches.global_batches import column_of
 from trainer.datasets.conversations.tokens import tokenizer_state
