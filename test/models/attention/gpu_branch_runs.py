@@ -15,7 +15,7 @@ from flash_attn import flash_attn_interface
 
 from trainer.cli import train_sft
 from trainer.entry import run_command
-from trainer.models.attention import choice, flash, kernels, ring_package, varlen
+from trainer.models.attention import choice, flash, kernels, varlen
 
 BF16 = ("--param_dtype", "bf16", "--packing_samples")
 FLASH_2 = ("--attn_implementation", "flash_attention_2")
@@ -47,7 +47,7 @@ RUNS = {
 def claim_a_gpu() -> None:
     """Answer the questions about the GPU, as on one of compute capability 8.0 or newer."""
     flash._is_new_enough = lambda device: True
-    choice.validate_flash_attention = ring_package.validate_machine = lambda *_: None
+    choice.validate_flash_attention = choice.validate_ring_package = lambda *_: None
     for entry in integration.FLASH_ATTENTION_COMPATIBILITY_MATRIX.values():
         entry.update(general_availability_check=lambda: True, supported_devices=((lambda: True, "cpu"),))
     integration.is_flash_attn_2_available = integration.is_flash_attn_3_available = lambda: True

@@ -10,7 +10,8 @@ from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig,
 
 from trainer.errors import UserError
 from trainer.models.attention import flash
-from trainer.models.attention.ring_package import validate_machine, validate_model
+from trainer.models.attention.flash import validate_ring_package
+from trainer.models.attention.ring_package import validate_model
 
 SHIM = str(ROOT / "test/flash_attn_shim")
 needs_package = pytest.mark.skipif(
@@ -54,17 +55,16 @@ def test_models_that_the_package_can_serve():
 def test_machines_that_cannot_run_the_package(monkeypatch):
     flash.flash_fault.cache_clear()
     with pytest.raises(UserError, match=r"needs flash-attn: pip install -e '.\[ring\]'; flash-attn 2 is not installed"):
-        validate_machine(torch.device("cuda"))
-    monkeypatch.setattr("trainer.models.attention.ring_package.flash_fault", lambda version: None)
+        validate_ring_package(torch.device("cuda"))
+    monkeypatch.setattr("trainer.models.attention.flash.flash_fault", lambda version: None)
     with pytest.raises(UserError, match="without a CUDA device"):
-        validate_machine(torch.device("cpu"))
+        validate_ring_package(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     with pytest.raises(UserError, match=r"compute capability 7\.5"):
-        validate_machine(torch.device("cuda"))
-    flash.flash_fault.cache_clear()
+        validate_ring_package(torch.device("cuda"))
 
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="ring_flash_attn is not installed: pip install"):
-        validate_machine(torch.device("cuda"))
+        validate_ring_package(torch.device("cuda"))

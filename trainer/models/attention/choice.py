@@ -11,7 +11,13 @@ from trainer.model_parallel.tp_plans import heads_divide
 from trainer.models.attention import ring_package
 from trainer.models.attention.attention_call import read_call
 from trainer.models.attention.exact_attention import exact_attention
-from trainer.models.attention.flash import FLAG, OTHERS, validate_flash_attention, validate_head_dims
+from trainer.models.attention.flash import (
+    FLAG,
+    OTHERS,
+    validate_flash_attention,
+    validate_head_dims,
+    validate_ring_package,
+)
 from trainer.models.attention.ring import ring_attention
 from trainer.models.attention.ulysses import ulysses_attention, validate_ulysses
 from trainer.models.attention.varlen import (
@@ -104,7 +110,7 @@ def setup_attention(
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     validate_split_model(config)
     if ring_attn_kernel != "native":
-        ring_package.validate_machine(strategy.device)
+        validate_ring_package(strategy.device)
         ring_package.validate_model(config)
         return register_ring_attention(sp_group, "ring_package", packed), sp_group
     if sp_mode == "ulysses":

@@ -2,12 +2,13 @@
 
 The kernels need fp16 or bf16, a head_dim of at most 256, and a GPU of compute capability 8.0 (Ampere) or newer. torch's
 kernel also needs a head_dim that is a multiple of 8. The functions `validate_*` refuse
---attn_implementation flash_attention_2 and flash_attention_3 by this, before the model is read.
+--attn_implementation flash_attention_2 and flash_attention_3 by this, and --ring_attn_kernel, before the model is read.
 """
 
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 from typing import Optional
 
 import torch
@@ -23,6 +24,7 @@ HOPPER = (9, 0)
 PACKAGES = {2: "flash-attn", 3: "flash-attn-3", 4: "flash-attn-4"}
 MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface"}
 FLAG, OTHERS = "--attn_implementation", "sdpa, eager"
+RING_FLAG, RING_PACKAGE = "--ring_attn_kernel", "ring_flash_attn"  # it calls kernels of flash-attn 2
 SOURCES = {
     2: "flash-attn: pip install -e '.[flash]'",
     3: "flash-attn 3, of github.com/Dao-AILab/flash-attention, hopper",
@@ -101,6 +103,19 @@ def validate_capability(attention: str, capability: tuple[int, int]) -> None:
         raise UserError(FLAG, f"{found}; it needs 8.0", OTHERS)
     if attention == "flash_attention_3" and capability >= BLACKWELL:
         raise UserError(FLAG, f"{found}; it ends at 9.0", f"{OTHERS}, flash_attention_2")
+
+
+def validate_ring_package(device: torch.device) -> None:
+    """Raise UserError if the package of --ring_attn_kernel, flash-attn 2 or a fit GPU is missing."""
+    if importlib.util.find_spec(RING_PACKAGE) is None:
+        raise UserError(RING_FLAG, f"{RING_PACKAGE} is not installed: pip install -e '.[ring]'", "native")
+    if fault := flash_fault(2):
+        raise UserError(RING_FLAG, f"{RING_PACKAGE} needs flash-attn: pip install -e '.[ring]'; {fault}", "native")
+    if device.type == "cpu":
+        raise UserError(RING_FLAG, f"{RING_PACKAGE} without a CUDA device", "native")
+    if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+        found = f"{RING_PACKAGE} on a GPU of compute capability {capability[0]}.{capability[1]}"
+        raise UserError(RING_FLAG, found, "native")
 
 
 def validate_head_dims(config, attention: str = "flash_attention_2") -> None:

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from trainer.datasets.batches.global_batches import copied
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
-from trainer.models.attention.flash import MAX_HEAD_DIM, MIN_CAPABILITY, flash_fault
+from trainer.models.attention.flash import MAX_HEAD_DIM, RING_FLAG, RING_PACKAGE
 from trainer.models.attention.kernels import unit_stride
 from trainer.models.attention.varlen import MODELS_WITH_SINKS
 
-FLAG, NAME, ALLOWED = "--ring_attn_kernel", "ring_flash_attn", "native"
+FLAG, NAME, ALLOWED = RING_FLAG, RING_PACKAGE, "native"
 
 
 @functools.cache
@@ -34,18 +34,6 @@ def _package(module: str):
         package.__path__ = importlib.util.find_spec(NAME).submodule_search_locations
         sys.modules[NAME] = package
     return importlib.import_module(f"{NAME}.{module}")
-
-
-def validate_machine(device: torch.device) -> None:
-    """Raise UserError if the package, flash-attn 2 or a fit GPU is missing."""
-    if importlib.util.find_spec(NAME) is None:
-        raise UserError(FLAG, f"{NAME} is not installed: pip install -e '.[ring]'", ALLOWED)
-    if fault := flash_fault(2):
-        raise UserError(FLAG, f"{NAME} needs flash-attn: pip install -e '.[ring]'; {fault}", ALLOWED)
-    if device.type == "cpu":
-        raise UserError(FLAG, f"{NAME} without a CUDA device", ALLOWED)
-    if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
-        raise UserError(FLAG, f"{NAME} on a GPU of compute capability {capability[0]}.{capability[1]}", ALLOWED)
 
 
 def validate_model(config) -> None:
