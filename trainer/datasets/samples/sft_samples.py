@@ -154,8 +154,9 @@ def options_of(
     columns = rows.column_names
     if tokenizer.eos_token_id is None:
         raise UserError("--pretrain", "the tokenizer has no eos token, so no sample could end")
-    named = input_key is not None or output_key is not None
-    is_texts = named and output_key is not None and not apply_chat_template
+    # a prompt whose column no flag names becomes a turn where a template makes turns
+    is_texts = output_key is not None and (input_key is not None or not tokenizer.chat_template)
+    is_texts = is_texts and not apply_chat_template
     reader = reader_of(
         SFT,
         rows,

@@ -83,8 +83,7 @@ class RowReader:
     @property
     def makes_turns(self) -> bool:
         """Whether a prompt and its answers that are texts become turns without --apply_chat_template."""
-        is_named = self.prompt_key is not None or (self.task == SFT and bool(self.answer_keys))
-        return self.has_template and not self.input_template and not is_named
+        return self.has_template and not self.input_template and self.prompt_key is None
 
     def read(self, row: Any) -> ReadRow:
         """The parts of a row. Raises UserError that names the column for a row that cannot be read as a whole."""
