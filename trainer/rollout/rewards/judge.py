@@ -18,7 +18,7 @@ from trainer.datasets.conversations.thoughts import after_thoughts
 from trainer.errors import Failed, UserError
 from trainer.rollout.peers import post_json
 from trainer.rollout.rewards.judge_modes import MODES, Mode
-from trainer.rollout.rewards.remote_rewards import FIRST_PAUSE_SECONDS, TROUBLE, given_up, problem_of, tries
+from trainer.rollout.rewards.remote_rewards import FIRST_PAUSE_SECONDS, TROUBLE, given_up, tries, trouble_of
 from trainer.rollout.rewards.reward_functions import GROUPS, JUDGE, needs_labels
 
 FLAG = "--judge_url"
@@ -171,10 +171,11 @@ class Judge:
                 self._cache.put(digest, values)
                 return Verdict(values, attempt + 1, *spent)
             except TROUBLE as error:
-                try:
-                    problem = problem_of(error, where)
-                except Failed as failed:
-                    return Verdict(failed, attempt + 1, *spent)
+                problem, refusal = trouble_of(error, where)
+                if isinstance(refusal, Failed):
+                    return Verdict(refusal, attempt + 1, *spent)
+                if refusal:
+                    raise refusal from None
         return Verdict(given_up(where, options.retries, problem), options.retries + 1, *spent)
 
 

@@ -55,19 +55,20 @@ def tries(retries: int, pause: float) -> Iterator[int]:
         yield attempt
 
 
-def problem_of(error: Exception, where: str) -> str:
-    """What was wrong with an answer of the server `where`, if another try may go well.
+def trouble_of(error: Exception, where: str) -> tuple[str, Optional[UserError]]:
+    """What was wrong with an answer of the server `where`, and its refusal. None: another try may go well.
 
-    Raises Failed for a request that the server refuses for its texts, and UserError for one that it never takes.
+    The refusal is a Failed if the texts may be its cause. Otherwise the server never takes such a request.
     """
     if not isinstance(error, urllib.error.HTTPError):
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", None
     problem = f"HTTPError: {error.code} {error.reason}"
+    refused = f"refuses the request: {problem}"
     if error.code in OF_TEXTS:
-        raise Failed(where, f"refuses the request: {problem}") from None
+        return refused, Failed(where, refused)
     if 400 <= error.code < 500 and error.code not in RETRIED:
-        raise UserError(where, f"refuses the request: {problem}") from None
-    return problem
+        return refused, UserError(where, refused)
+    return problem, None
 
 
 def given_up(where: str, retries: int, problem: str) -> Failed:
@@ -101,11 +102,8 @@ def remote_scorer(
                 try:
                     return check_scores(f"{FLAG} {url}", _rewards(url, body, timeout, key), len(columns[1]))[0]
                 except TROUBLE as error:
-                    try:
-                        problem = problem_of(error, f"{FLAG} {url}")
-                    except UserError as refusal:
-                        refusals.append(refusal)
-                        problem = refusal.found
+                    problem, refusal = trouble_of(error, f"{FLAG} {url}")
+                    refusals += [refusal] if refusal else []
                 except UserError as error:
                     problem = error.found
             if len(refusals) == len(order):  # every server calls it wrong, so it is not sent again
