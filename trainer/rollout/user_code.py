@@ -88,10 +88,10 @@ def patiently_tried(act: Callable[[], Any]) -> Any:
     return act()
 
 
-def settled(value: Any) -> Any:
-    """The value that a plain or an async function gave. An async one runs in an event loop of its own."""
+def settled(value: Any, run: Callable = asyncio.run) -> Any:
+    """The value that a plain or an async function gave. `run` runs an async one, by default in an event loop of its own."""
 
     async def awaited() -> Any:
         return await value
 
-    return asyncio.run(awaited()) if inspect.isawaitable(value) else value
+    return run(awaited()) if inspect.isawaitable(value) else value

@@ -1,7 +1,6 @@
 """What runs in the process of an environment: it answers `reset` and `step` in JSON, until the trainer is gone."""
 
 import asyncio
-import inspect
 import json
 import os
 import socket
@@ -10,7 +9,7 @@ from typing import Any
 from trainer.errors import UserError
 from trainer.rollout.envs.environments import Response, Source, read_opening, read_step, reset
 from trainer.rollout.peers import read_frame, send_frame
-from trainer.rollout.user_code import describe_error, is_passing
+from trainer.rollout.user_code import describe_error, is_passing, settled
 
 REQUEST_BYTES = (1 << 32) - 1  # of the trainer, which is trusted: what a frame can hold
 
@@ -50,11 +49,11 @@ def _answer(env: Any, request: dict, runner: asyncio.Runner) -> dict:
     if "probe" in request:
         return {}
     if "reset" in request:
-        messages = read_opening(_result(reset(env, request["reset"]), runner))
+        messages = read_opening(settled(reset(env, request["reset"]), runner.run))
         return {"messages": messages, "tools": getattr(env, "tools", None)}
     asked = request["step"]
     response = Response(asked["text"], asked["raw"], asked["calls"], asked["finished"], asked["turns_left"])
-    value = _result(env.step(response), runner)
+    value = settled(env.step(response), runner.run)
     try:
         step = read_step(value)
     except UserError as error:  # such as a reward of NaN: it costs the episode
@@ -63,12 +62,3 @@ def _answer(env: Any, request: dict, runner: asyncio.Runner) -> dict:
     metrics = getattr(env, "metrics", None)
     metrics = {name: float(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {}
     return {"messages": step.messages, "reward": step.reward, "done": step.done, "metrics": metrics}
-
-
-def _result(value: Any, runner: asyncio.Runner) -> Any:
-    """The value that a plain or an async function of the environment gives."""
-
-    async def awaited() -> Any:
-        return await value
-
-    return runner.run(awaited()) if inspect.isawaitable(value) else value
