@@ -68,19 +68,21 @@ def test_all_public_shapes_of_a_command_are_one_run(task, tmp_path):
     """Each set of the list is one shape, with the flags of that shape. What each row means is written by hand."""
     found = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in SHAPES}
     shapes = {name: shape for name, shape in found.items() if shape["task"] == task}
-    entries, wants = [], []
+    entries, wants, places = [], [], []
     for name, shape in shapes.items():
         own = {flag: value for flag, value in shape["flags"].items() if flag != "drop_answer"}
         if own.pop("needs_labels", False):  # a reward would ask all sets for labels
             own["label_key"] = next(f"{name}.ground_truth" for name in shape["rows"][0] if name.startswith("reward"))
         entries.append({"path": write(tmp_path / f"{name}.jsonl", shape["rows"]), **own})
         wants += shape["want"]
+        first, each = len(set(places)), len(shape["want"]) // len(shape["rows"])  # kto makes two answers of a pair
+        places += [first + number // each for number in range(len(shape["want"]))]
     command, flags = OF_TASK[task]
     args = parsed(command, {"dataset": entries}, tmp_path, *flags)
     if task == "prompt":
         args.scores.reward_func = None
     samples, ledger = load(command, args, tokenizer_of("BPE", has_tools=True))
-    assert len(samples) == len(wants) == ledger["num_samples"] and list(samples["row"]) == list(range(len(wants)))
+    assert len(samples) == len(wants) == ledger["num_samples"] and list(samples["row"]) == places
     for sample, want in zip(samples, wants, strict=True):
         if task == "pairs":
             for side, turns in want.items():

@@ -124,6 +124,7 @@ def answer_tokens(
         label_key=label_key,
         flag=flag,
         num_answers=1 + is_pairs,
+        source={completion_key: f"{chosen_key} and {rejected_key}"} if is_pairs else {},
     )
 
 
@@ -144,8 +145,17 @@ def _features() -> Features:
 
 
 def _tokenize_row(
-    row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, label_key: str, flag: str, num_answers: int
+    row: Any,
+    index: int,
+    *,
+    tokenizer: Any,
+    options: AnswerOptions,
+    label_key: str,
+    flag: str,
+    num_answers: int,
+    source: dict[str, str],
 ) -> dict[str, Any]:
+    """`source`: the columns of a pair from which a column was made."""
     index //= num_answers
     with within(f"{flag} row {index + 1}"):
         row = options.reader.read(row)
@@ -154,6 +164,8 @@ def _tokenize_row(
         ids, mask = tokenize_answer(row, "completion", tokenizer, options)
         if label is None:
             raise UserError(f"--label_key {label_key}", repr(found), "true or false, 1 or 0")
+    for made, columns in source.items():
+        row.notes.shape = row.notes.shape.replace(f"{made} -> ", f"{columns} -> ")
     note_lost(row.notes, tokenizer, row.data(), ids)
     cut, cut_mask = ids[: options.max_len], mask[: options.max_len]
     fate = KEPT if any(cut_mask) else CUT_AWAY if any(mask) else EMPTY
