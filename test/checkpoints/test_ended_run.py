@@ -71,6 +71,16 @@ def test_more_steps_or_another_run_are_refused_with_the_cure(ended, flags):
         save(ended, 100) if kept.startswith("without") else None
 
 
+def test_other_names_of_the_same_files_are_the_same_run(ended, monkeypatch):
+    monkeypatch.chdir(ended)
+    (ended / "link.jsonl").symlink_to("data.jsonl")
+    for name in ("data.jsonl", "./data.jsonl", "link.jsonl"):
+        with pytest.raises(NothingLeft):
+            check_files_of(arguments(ended, dataset=name, pretrain="."))
+    with pytest.raises(UserError, match="With other --dataset"):
+        check_files_of(arguments(ended, dataset="data.jsonl#5"))
+
+
 def test_another_command_is_refused(ended):
     with pytest.raises(UserError, match="With other flags"):
         check_files_of(arguments(ended, "train_dpo"))

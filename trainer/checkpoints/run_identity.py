@@ -350,7 +350,14 @@ def _others(before: dict[str, Any], now: dict[str, Any], steps: int) -> list[str
     compared -= set(MERGED) if now.get("merge_adapter") else set()
     if not 0 < (now["max_steps"] or 0) <= steps:
         compared |= now.keys() & set(LENGTH)
-    return [f"--{name}" for name in new if name in compared and old[name] != new[name]]
+    differs = (name for name in new if name in compared and old[name] != new[name])
+    return [f"--{name}" for name in differs if EFFECT_OF[name] != CONTENT or _places(old[name]) != _places(new[name])]
+
+
+def _places(names: Any) -> list[str]:
+    """The files and folders of comma-separated names, as absolute paths; other names as they are."""
+    parts = [name.partition("#") for name in names_in(names)] if isinstance(names, str) else [(str(names), "", "")]
+    return [(os.path.realpath(name) if os.path.exists(name) else name) + mark + own for name, mark, own in parts]
 
 
 def _end_of(folder: str) -> Optional[tuple[int, dict[str, Any]]]:
