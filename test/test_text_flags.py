@@ -1,5 +1,6 @@
 """Values that no model and no rows make right are refused before torch is imported, with the name that another trainer means."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from trainer.flags.names.presets import PRESETS
 from trainer.flags.names.sources import naming_sources
 from trainer.models.losses.policy_loss import POLICY_LOSSES
 from trainer.models.losses.preference_loss import PAIR_LOSSES, REWARD_LOSSES
+from trainer.runs.rl.rl_checks import validate
 
 GIVEN = ["--pretrain", "m", "--dataset", "a,b"]
 RL = ["--label_key", "l", "--reward_func", "exact_match"]
@@ -33,6 +35,8 @@ ONLINE = ["--online", *RL, "--n_samples_per_prompt", "2"]
             ["--tokenizer_chat_template", "nowhere.jinja"],
             "--tokenizer_chat_template: nowhere.jinja: file not",
         ),
+        (train_ppo, [*RL, "--train_batch_size", "129"], "--train_batch_size: 129, but a rollout has 128 responses"),
+        (train_dpo, [*ONLINE, "--train_batch_size", "129"], "--train_batch_size: 129, but a rollout has 128 pairs"),
         (train_sft, ["--template_args", "{"], "--template_args: broken JSON"),
         (train_sft, ["--template_args", "[1]"], "--template_args: '[1]' (allowed: a JSON object"),
         (train_sft, ["--input_template", "noplace"], "--input_template: 0 times {} (allowed: exactly one {})"),
@@ -84,6 +88,15 @@ def test_names_are_those_of_the_losses(tmp_path):
             assert ours.split()[0] == "--nll_loss_coef" or ours.split()[1] in taken[ours.split()[0]], ours
     (tmp_path / "own.py").write_text("T = {'a': 1, **OTHERS}\n")
     assert loss_names.keys_of(tmp_path / "own.py", "T") == ()  # then the loss itself is looked up
+
+
+def test_a_reward_file_that_is_no_python_is_refused_and_does_not_run(tmp_path):
+    for text, is_python in (("def f(:\n", False), ("\0", False), ("raise SystemExit('ran')\n", True)):
+        (tmp_path / "reward.py").write_text(text)
+        args, _ = train_ppo.parse([*GIVEN, *RL, "--reward_func", f"{tmp_path}/reward.py:f"])
+        refused = pytest.raises(UserError, match=r"^--reward_func: .*/reward.py cannot be imported: SyntaxError: ")
+        with contextlib.nullcontext() if is_python else refused:
+            validate(args)
 
 
 def test_these_checks_import_no_torch():

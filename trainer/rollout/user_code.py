@@ -1,5 +1,6 @@
 """Code of the user: how its files are run, how its errors read, and which of them may pass."""
 
+import ast
 import asyncio
 import http.client
 import importlib
@@ -9,6 +10,7 @@ import os
 import socket
 import time
 import urllib.error
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -50,6 +52,15 @@ def import_code(source: str, flag: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise UserError(flag, f"{source} cannot be imported: {describe_error(error)}") from None
     raise UserError(flag, f"{source} is no file", "the path of a .py file, or a module")
+
+
+def check_syntax(path: str, flag: str) -> None:
+    """Raise UserError for a file that is no Python. Its code does not run."""
+    try:
+        with open(path, "rb") as file, warnings.catch_warnings(action="ignore"):  # the import repeats them
+            ast.parse(file.read(), path)
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError) as error:
+        raise UserError(flag, f"{path} cannot be imported: {describe_error(error)}") from None
 
 
 def describe_error(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from trainer.errors import Failed, UserError
 from trainer.rollout.rewards.format_rewards import answer_reward, format_reward, multiple_choice_reward
 from trainer.rollout.rewards.math_reward import MATH_REWARDS, exact_match
 from trainer.rollout.rewards.other_signatures import adapted
-from trainer.rollout.user_code import describe_error, import_code, is_passing, patiently_tried, settled
+from trainer.rollout.user_code import check_syntax, describe_error, import_code, is_passing, patiently_tried, settled
 
 BUILT_IN = {
     **MATH_REWARDS,
@@ -110,12 +110,15 @@ def wanted_facts(functions: dict[str, Callable]) -> frozenset[str]:
 
 
 def check_file(name: str) -> None:
-    """Raise UserError for a reward that is neither built in nor a function of a Python file that is there."""
+    """Raise UserError for a reward that is neither built in nor of a Python file that is there and can be parsed."""
     path, _ = path_and_function(name)
-    if name not in (*BUILT_IN, JUDGE) and not (path.endswith(".py") and os.path.isfile(path)):
+    if name in (*BUILT_IN, JUDGE):
+        return
+    if not (path.endswith(".py") and os.path.isfile(path)):
         raise UserError(
             FLAG, f"{name} is not a Python file", f"{', '.join(BUILT_IN)}, judge, FILE.py or FILE.py:FUNCTION"
         )
+    check_syntax(path, FLAG)
 
 
 def load_reward_function(name: str) -> Callable:

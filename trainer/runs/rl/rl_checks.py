@@ -41,6 +41,7 @@ def validate(args: PPOArguments, is_demo: bool = False) -> None:
     check_bounds("--tis_mask_range", args.advantage.tis_mask_range)
     check_bounds("--cov_range", args.advantage.cov_range)
     check_rollouts(args.rollout)
+    check_batch(args.batch.train_batch_size, args.rollout, args.rollout.n_samples_per_prompt)
     only_teacher = args.advantage.advantage_estimator == "distill"
     has_other_scores = only_teacher or (args.rollout.rollouts_from and not has_evaluation(args.data))
     check_rewards(args.scores, args.environment, needs_source=not has_other_scores)
@@ -79,6 +80,14 @@ def check_rollouts(rollout: RolloutArguments) -> None:
             raise UserError("--engine_urls", url, "http://HOST:PORT, comma-separated")
     if rollout.rollout_engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("--rollout_engine", "vllm is not installed", "hf; or pip install -e '.[vllm]'")
+
+
+def check_batch(train_batch_size: int, rollout: RolloutArguments, per_prompt: int, unit: str = "responses") -> None:
+    """Raise UserError if no rollout fills an optimizer step. Recorded rollouts have sizes of their own."""
+    most = rollout.rollout_batch_size * per_prompt
+    if train_batch_size > most and not rollout.rollouts_from:
+        found = f"{train_batch_size}, but a rollout has {most} {unit}"
+        raise UserError("--train_batch_size", found, f"up to {most}, or larger rollouts")
 
 
 def check_rewards(scores: ScoreArguments, environment: EnvironmentArguments, needs_source: bool) -> None:
