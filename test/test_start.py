@@ -75,20 +75,26 @@ def test_a_signal_to_the_command_trainer_ends_its_ranks(demo):
     assert rest.count("SIGINT") == 1 and rest.splitlines()[-1].startswith("stopped by SIGINT"), rest
 
 
-@pytest.mark.parametrize("command", [["trainer.cli.train_sft"], [*LAUNCHER[2:], "2", "-m", "trainer.cli.train_sft"]])
-def test_a_signal_before_the_first_step_is_one_line(demo, command):
-    """Alone and under plain torchrun: Ctrl-C while the libraries load. Every process is gone when the pipe closes."""
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["trainer.cli.train_sft"], "SIGTERM"),
+        ([*LAUNCHER[2:], "2", "-m", "trainer.cli.train_sft"], "SIGINT"),
+    ],
+)
+def test_a_signal_before_the_first_step_is_one_line(demo, command, name):
+    """Alone and under plain torchrun: while the libraries load. Every process is gone when the pipe closes."""
     flags = [*MODEL, *DATA, "--output_dir", "early", "--param_dtype", "fp32"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [sys.executable, "-m", *command, *flags]
     process = subprocess.Popen(started, cwd=demo, start_new_session=True, env=_environment(**installed()), **streams)
     first = process.stdout.readline()
     time.sleep(1)  # the other rank begins later
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.Signals[name])
     rest = process.communicate(timeout=120)[0]
     assert first.startswith("train_sft: demo/model with") and process.returncode == 75, first + rest
-    assert rest.splitlines()[-1] == "stopped by SIGINT; no step was running, so no checkpoint was saved"
-    assert rest.count("SIGINT") == 1 and "Traceback" not in rest and not (demo / "early").exists(), rest
+    assert rest.splitlines()[-1] == f"stopped by {name}; no step was running, so no checkpoint was saved"
+    assert rest.count(name) == 1 and "Traceback" not in rest and not (demo / "early").exists(), rest
 
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "stopped by SIGINT; no step was running"), ("1", "")])

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from trainer.entry import EXIT_INTERRUPTED, ends_as_trainer, leave, run_command
+from trainer.entry import EXIT_INTERRUPTED, end_in_a_line_at_sigterm, ends_as_trainer, leave, run_command
 from trainer.errors import UserError
 from trainer.flags.names.command_names import command_for
 from trainer.flags.names.sources import naming_sources
@@ -98,6 +98,7 @@ def start_ranks(module: str, num_ranks: int, nodes: dict[str, str], flags: list[
     """Start the ranks as torchrun does, pass signals on, and end with the exit code of the rank that failed first."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     logging.disable(logging.CRITICAL)  # of torchrun: each rank that is ended
+    end_in_a_line_at_sigterm()  # until torchrun takes it
     # not before the flags are checked: it imports torch
     from torch.distributed import run as torchrun
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from trainer.distributed.mesh_sizes import MICRO_BATCH_SIZE
-from trainer.entry import quiet_libraries
+from trainer.entry import end_in_a_line_at_sigterm, quiet_libraries
 from trainer.errors import UserError
 from trainer.limits import read_model_config, read_text
 from trainer.metrics import shown_number
@@ -75,6 +75,8 @@ def begin(command: str, args, trains: bool = True) -> None:
     check_launcher()
     if int(os.environ.get("RANK", 0)) == 0 and ANNOUNCED not in os.environ:
         announce(command, args, trains)
+    if trains and "TORCHELASTIC_RUN_ID" not in os.environ:
+        end_in_a_line_at_sigterm()
     quiet_libraries()
 
 
