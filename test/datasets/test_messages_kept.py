@@ -96,6 +96,20 @@ def test_turns_that_the_template_shows_without_their_thoughts_are_counted(name):
     assert "leaves out the thoughts of earlier turns (1 rows)" in lines(name, row, task="pairs")[1]
 
 
+@pytest.mark.parametrize("task", ["sft", "pairs", "prompt"])
+def test_a_key_that_the_template_reads_for_another_role_is_named(task):
+    """It shows names of tools only. A name that is shown is used."""
+    shows = FORGETFUL.replace("{{ m.content + '<|im_end|>' }}{% endif %}", "{{ m.name if m.role == 'tool' else '' }}"
+                              "{{ m.content + '<|im_end|>' }}{% endif %}")  # fmt: skip
+    call = {"role": "assistant", "content": "let me"}
+    for key, role in (("name", "user"), ("name", "tool")):
+        asked = [{**USER, key: "Ada"}] if role == "user" else [USER, call, {"role": "tool", "content": "r", key: "Ada"}]
+        row = {"messages": asked} if task == "prompt" else {"messages": [*asked, ANSWER]}
+        row = {"prompt": asked, "chosen": [ANSWER], "rejected": [call]} if task == "pairs" else row
+        said = lines(shows, row["messages"] if task == "sft" else row, task=task)[1]
+        assert ("keys of messages not used: name" in said) is (role == "user"), said
+
+
 def test_thoughts_in_the_content_are_counted_too():
     think = {"role": "assistant", "content": "<think>\nT1\n</think>\n\na1"}
     texts, said = lines("qwen3", [USER, think, USER, ANSWER], train_on="all")

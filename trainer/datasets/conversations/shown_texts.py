@@ -5,11 +5,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.datasets.conversations.control_tokens import BREAK
+from trainer.datasets.conversations.messages import THOUGHTS
 from trainer.datasets.images.image_marks import MARK
 from trainer.errors import UserError
 
 REMEDY = "a template that shows it via --tokenizer_chat_template, or rows without it"
 FORMAT = ("id", "type", "index", "function")  # keys of a call that are no texts of the model
+# keys of a message that `check_shown`, the loss or the thoughts take care of, or that only connect messages
+OTHERS = ("role", "content", "tool_calls", "tool_call_id", "id", *THOUGHTS)
 _unseen: dict[tuple, list[int]] = {}  # by template and roles
 
 
@@ -40,6 +43,13 @@ def check_shown(
     for number in _left_out_by_role([message["role"] for message in messages], render, key):
         if (messages[number - 1].get("content") or "").strip():
             raise _left_out(number, messages[number - 1], messages[number - 1]["content"])
+
+
+def unshown_keys(messages: list[dict], text: str) -> set[str]:
+    """The keys of messages whose texts the rendered conversation lacks: a template may read a key for one role only."""
+    shown = _squash(text)
+    found = ((key, value) for message in messages for key, value in message.items() if key not in OTHERS)
+    return {key for key, value in found if isinstance(value, str) and value.strip() and not _is_in(value, shown)}
 
 
 def _left_out_by_role(roles: list[str], render: Callable[[list[dict]], str], key: tuple) -> list[int]:

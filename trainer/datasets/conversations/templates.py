@@ -24,7 +24,7 @@ from trainer.datasets.conversations.difference_masks import REMEDY, difference_s
 from trainer.datasets.conversations.lost_characters import lost_letters
 from trainer.datasets.conversations.messages import THOUGHTS, TRAIN, reads
 from trainer.datasets.conversations.rendering import FLAG, chat_template, note_of_choice, render, templates_by_name
-from trainer.datasets.conversations.shown_texts import check_shown
+from trainer.datasets.conversations.shown_texts import check_shown, unshown_keys
 from trainer.datasets.conversations.tool_arguments import fit_arguments
 from trainer.datasets.rows import json_text
 from trainer.datasets.shapes.columns import TEMPLATE_ARGS
@@ -161,7 +161,7 @@ def render_chat(
     """Render a conversation to (input_ids, loss_mask): the template's own tokens, and 1 on the assistant's tokens.
 
     tools: JSON schemas of functions that the assistant may call. The template shows them in the prompt.
-    notes: those of the row. They get the turns with a loss, and that messages are left out.
+    notes: those of the row. They get the turns with a loss, keys that are not shown, and that messages are left out.
     asks: why a message whose key `train` is true must have a loss, and what cures it, for the refusal of one that cannot.
 
     The last assistant turn is trained, or each one with multiturn, unless a message says it by its key `train`. A turn begins after the generation prompt and ends
@@ -191,7 +191,7 @@ def render_chat(
     messages = messages[: trained[-1] + 1]
     marked = GENERATION_TAG.search(template)
     found, text = None, render(tokenizer, messages, tokenize=False, tools=tools)
-    _check_shown(tokenizer, messages, tools, text)
+    _check_shown(tokenizer, messages, tools, text, notes)
     if not marked or training_templates.is_ours(template):
         found = training_templates.written_spans(tokenizer, template, messages, tools, text)
     exact = bool(marked or found)
@@ -220,11 +220,16 @@ def render_chat(
     return input_ids, loss_mask
 
 
-def render_prompt(tokenizer: Any, messages: list[dict], tools: list | None = None) -> list[int]:
-    """input_ids of a conversation that the assistant has to answer. Raises UserError if the template refuses it."""
+def render_prompt(
+    tokenizer: Any, messages: list[dict], tools: list | None = None, notes: Notes | None = None
+) -> list[int]:
+    """input_ids of a conversation that the assistant has to answer. Raises UserError if the template refuses it.
+
+    notes: those of the row. They get the keys of messages that the text does not show.
+    """
     messages, tools = as_data(tokenizer, trained_turns(messages, False)[1], tools)
     text = render(tokenizer, messages, tokenize=False, add_generation_prompt=True, tools=tools)
-    _check_shown(tokenizer, messages, tools, text)
+    _check_shown(tokenizer, messages, tools, text, notes or Notes())
     input_ids, offsets = render(tokenizer, messages, add_generation_prompt=True, tools=tools, offsets=True)
     check_end(tokenizer, text, offsets)
     return input_ids
@@ -248,12 +253,13 @@ def notes_of_template(tokenizer: Any, tools: list | None = None) -> set[str]:
     return chosen | _ends[key]
 
 
-def _check_shown(tokenizer: Any, messages: list[dict], tools: list | None, text: str) -> None:
+def _check_shown(tokenizer: Any, messages: list[dict], tools: list | None, text: str, notes: Notes) -> None:
     def texts(others: list[dict]) -> str:
         return render(tokenizer, others, tokenize=False, tools=tools)
 
     key = chat_template(tokenizer, tools), repr(getattr(tokenizer, "template_args", None)), bool(tools)
     check_shown(messages, tools, text, texts, key)
+    notes.keys |= unshown_keys(messages, text)
 
 
 def _frame(tokenizer: Any) -> str:

@@ -20,7 +20,7 @@ from trainer.datasets.conversations.tokens import (
 from trainer.datasets.conversations.turn_ends import TurnEnds, openings_of, turn_ends
 from trainer.datasets.samples.ledger import Ledger, keep, ledger_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
-from trainer.datasets.shapes.notes import NOTE
+from trainer.datasets.shapes.notes import NOTE, Notes
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.row_reader import RowReader, reader_of
 from trainer.datasets.text_flags import check_input_template
@@ -111,7 +111,8 @@ def _chat_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOptions
         if not messages[-1]["content"].strip() and not messages[-1].get("tool_calls"):
             # an empty answer has no loss token: an earlier turn must not be trained instead
             return render_chat(tokenizer, messages[:-1], multiturn=False, tools=tools)[0], []
-        return render_chat(tokenizer, messages, multiturn=False, tools=tools, asks=ALL_TURNS)
+        notes = Notes(keys=row.notes.keys)  # other facts there are about a loss on one turn
+        return render_chat(tokenizer, messages, multiturn=False, tools=tools, notes=notes, asks=ALL_TURNS)
 
 
 def conversation_of(row: ReadRow, part: str, template: str | None) -> list[dict]:

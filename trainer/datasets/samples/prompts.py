@@ -226,7 +226,7 @@ def _chat_prompt(row: ReadRow, tokenizer: Any, options: _Options) -> list[int]:
         raise UserError(row.where["prompt"], "ends with an assistant message", "a prompt that the model answers")
     with arguments_of_row(tokenizer, row.get(TEMPLATE_ARGS)):
         row.notes.facts |= note_of_choice(tokenizer, tools)
-        return render_prompt(tokenizer, messages, tools)
+        return render_prompt(tokenizer, messages, tools, row.notes)
 
 
 def render_prompt_text(prompt: dict[str, Any], tokenizer: Any) -> str:
