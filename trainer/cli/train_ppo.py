@@ -2,6 +2,10 @@
 
 torchrun --nproc_per_node 2 -m trainer.cli.train_ppo --backend fsdp2 --pretrain MODEL --dataset prompts.jsonl
     --input_key question --label_key answer --reward_func math --advantage_estimator group_norm --n_samples_per_prompt 8
+
+`train` in runs/rl/rl_run.py is the order of a run. There, `build_roles` loads and shards the models, `train_ppo` in
+methods/ppo.py has the phases of a rollout, and `Checkpoints` saves and resumes. The loss is `make_policy_loss` in
+methods/roles.py. docs/architecture.md follows one round.
 """
 
 from trainer.datasets.demos.demo_flags import PPO_DEFAULTS

@@ -107,10 +107,13 @@ def change_layers(flags: ModelArguments, setup: Setup, model) -> None:
 
 
 def shard_model(
-    flags: ModelArguments, optimizer: OptimizerArguments, layout: LayoutArguments, setup: Setup, model, total_steps: int,
+    flags: ModelArguments, optim: OptimizerArguments, layout: LayoutArguments, setup: Setup, model, total_steps: int,
     tower_lr: Optional[float] = None,
 ):  # fmt: skip
-    """Return (model, optimizer, scheduler), prepared by the strategy. `tower_lr`: peak rate of the vision tower."""
+    """Compile the layers of a loaded model, build its optimizer and schedule, and shard all three.
+
+    Returns (model, optimizer, scheduler), as `strategy.prepare` gives them. `tower_lr`: peak rate of the vision tower.
+    """
     strategy = setup.strategy
     if flags.print_model and strategy.is_rank_0():
         shown = {"tp": strategy.sizes.tp, "sp": strategy.sizes.sp, "use_hf_tp_plan": layout.use_hf_tp_plan}
@@ -119,20 +122,20 @@ def shard_model(
         print(model_page(model, strategy.param_dtype, **shown), flush=True)
     if flags.compile:
         compile_layers(model)
-    adam = strategy.create_optimizer(
+    optimizer = strategy.create_optimizer(
         model,
-        lr=optimizer.learning_rate,
-        betas=optimizer.adam_betas,
-        eps=optimizer.adam_eps,
-        weight_decay=optimizer.weight_decay,
+        lr=optim.learning_rate,
+        betas=optim.adam_betas,
+        eps=optim.adam_eps,
+        weight_decay=optim.weight_decay,
     )
     if tower_lr:
-        set_learning_rate(adam, model, tower_lr)
-    ends = {"warmup_ratio": optimizer.lr_warmup_ratio, "min_lr_ratio": optimizer.min_lr_ratio}
-    ends["warmup_steps"] = optimizer.warmup_steps
-    scheduler = build_scheduler(optimizer.lr_scheduler, adam, total_steps=total_steps, **ends)
+        set_learning_rate(optimizer, model, tower_lr)
+    ends = {"warmup_ratio": optim.lr_warmup_ratio, "min_lr_ratio": optim.min_lr_ratio}
+    ends["warmup_steps"] = optim.warmup_steps
+    scheduler = build_scheduler(optim.lr_scheduler, optimizer, total_steps=total_steps, **ends)
     with reading(setup.resumes):
-        prepared = strategy.prepare((model, adam, scheduler))
+        prepared = strategy.prepare((model, optimizer, scheduler))
     wait_for_all()  # some ranks read their weights later than others; NCCL would wait ten minutes only
     if layout.heartbeat_timeout:
         heartbeat.watch(prepared[0], layout.heartbeat_timeout)

@@ -48,19 +48,19 @@ POLICY = RLMethod("train_ppo", make_batches_of)
 def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) -> None:
     """One run, in the order of its parts: strategy, prompts, roles, features, state, phases, save. Flags are checked."""
     run = RLRun(method=method, args=args, auto_class=AutoModelForCausalLM)
-    kind = {"rolls_out": True, "vllm": args.rollout.rollout_engine == "vllm", "is_demo": is_demo}
     apply(RL_FEATURES, run, "before_setup")
     args = run.args
+    kind = {"rolls_out": True, "vllm": args.rollout.rollout_engine == "vllm", "is_demo": is_demo}
     run.setup = set_up("train_ppo", args, longest=args.prompts.prompt_max_len + args.rollout.generate_max_len, **kind)
 
     apply(RL_FEATURES, run, "before_data")
     read_prompts(run, is_demo)
     apply(RL_FEATURES, run, "with_data")
-    order = {"batch_size": args.rollout.rollout_batch_size, "curriculum": args.rollout.curriculum}
-    order["reward_range"] = args.scores.reward_range or WRONG_AND_RIGHT
     size = args.rollout.rollout_batch_size
     note_math(run.setup.strategy, args.scores.reward_func)
     note_small_data(run.setup.strategy, "--rollout_batch_size", size, run.samples, "prompts")
+    order = {"batch_size": size, "curriculum": args.rollout.curriculum}
+    order["reward_range"] = args.scores.reward_range or WRONG_AND_RIGHT
     run.order = PromptOrder(run.samples, seed=args.batch.seed, shuffle=not args.batch.no_shuffle, **order)
     run.total_steps = count_steps(args, run.order, run.frozen, method.per_prompt)
 
