@@ -312,10 +312,10 @@ def test_the_reports_of_a_matrix_show_passed_and_failed_configurations(tmp_path)
 def test_a_table_replaces_what_stands_between_the_markers_and_nothing_else(tmp_path):
     path = tmp_path / "README.md"
     path.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n")
-    check_markers("--update_table", str(path))
+    check_markers(str(path))
     for table in ("| a |\n", "| b |\n"):
         write_between_markers(str(path), table)
         assert path.read_text() == f"before\n{MARKERS[0]}\n\n{table}\n{MARKERS[1]}\nafter\n"
     path.write_text("no markers")
     with pytest.raises(UserError, match="lacks the markers"):
-        check_markers("--update_table", str(path))
+        check_markers(str(path))

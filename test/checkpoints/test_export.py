@@ -178,7 +178,7 @@ def test_a_gguf_header_that_claims_more_than_its_file_is_one_line(tmp_path, name
     tensors, count, values = GGUF_HEADERS[name]
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, count) + values)
     with pytest.raises(UserError, match="has a broken header, or is no GGUF file"):
-        check_gguf(str(tmp_path / "a.gguf"), "SOURCE")
+        check_gguf(str(tmp_path / "a.gguf"))
 
 
 def test_a_gguf_file_of_a_model_that_it_cannot_hold_is_one_line(tmp_path):

@@ -18,21 +18,21 @@ MOST_DEPTH = 4  # of arrays in arrays
 WEIGHTS_OF_BYTE = 8  # no quantization has more
 
 
-def check_gguf(path: str, where: str) -> dict[str, int]:
+def check_gguf(path: str) -> dict[str, int]:
     """The whole numbers of the header by name, and the number of tensors under "tensors". Raises UserError and OSError."""
-    with opened(path, where) as file:
+    with opened(path, "SOURCE") as file:
         try:
             return _Header(file).read()
         except (struct.error, ValueError, UnicodeDecodeError) as error:
             found = f"{path} has a broken header, or is no GGUF file ({error})"
-            raise UserError(where, found, "the file as it was published") from None
+            raise UserError("SOURCE", found, "the file as it was published") from None
 
 
-def check_size(num_weights: int, path: str, where: str) -> None:
+def check_size(num_weights: int, path: str) -> None:
     """Raise UserError for a config of far more weights than the file can hold."""
     if num_weights > WEIGHTS_OF_BYTE * os.path.getsize(path):
         found = f"{path} describes a model of {num_weights} weights, which it cannot hold"
-        raise UserError(where, found, "a GGUF file with the whole model")
+        raise UserError("SOURCE", found, "a GGUF file with the whole model")
 
 
 class _Header:

@@ -123,11 +123,10 @@ def get_gemma_tp_plan(model) -> dict[str, str]:
     return _plan_of(model, norms=norms, head_norms=True)
 
 
-def get_optimized_tp_plan(model, sequence_parallel: bool = False) -> dict[str, str]:
-    """Return our plan for the architecture of `model`, or {}. `sequence_parallel` selects the form for that flag."""
+def get_optimized_tp_plan(model) -> dict[str, str]:
+    """Return our plan for the architecture of `model`, or {}."""
     model_type = model.config.get_text_config().model_type
-    plan = OUR_PLANS[model_type](model) if model_type in OUR_PLANS else _named_plan(model, PLANS.get(model_type, {}))
-    return shard_sequence(plan) if sequence_parallel else plan
+    return OUR_PLANS[model_type](model) if model_type in OUR_PLANS else _named_plan(model, PLANS.get(model_type, {}))
 
 
 OUR_PLANS = {

@@ -120,16 +120,16 @@ def _expert_params(layer: torch.nn.Module) -> int:
     return sum(p.numel() for module in layer.modules() if are_experts(module) for p in module.parameters())
 
 
-def saved_bytes_per_token(s: Sizes, tp: int = 1, dtype_bytes: int = BF16) -> float:
+def saved_bytes_per_token(s: Sizes, tp: int = 1) -> float:
     """Bytes per token that one decoder layer saves for backward: a Llama layer with a fused attention kernel.
 
     A norm saves its input in fp32 and in the compute dtype, and its output feeds the next product. Attention saves
     query, key, value and out. The gated MLP saves gate, activation, up and their product.
     """
-    norms = 2 * (FP32 + 2 * dtype_bytes) * s.hidden + (FP32 + dtype_bytes) * s.normed_width / tp
-    attention = dtype_bytes * (s.query_width + s.key_width + s.value_width + s.out_width) / tp
-    mlp = dtype_bytes * 4 * s.mlp_width / tp
-    routed = dtype_bytes * 2 * s.experts_per_token * s.hidden  # copies of a token for its experts, there and back
+    norms = 2 * (FP32 + 2 * BF16) * s.hidden + (FP32 + BF16) * s.normed_width / tp
+    attention = BF16 * (s.query_width + s.key_width + s.value_width + s.out_width) / tp
+    mlp = BF16 * 4 * s.mlp_width / tp
+    routed = BF16 * 2 * s.experts_per_token * s.hidden  # copies of a token for its experts, there and back
     return norms + attention + mlp + routed
 
 

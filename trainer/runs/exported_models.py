@@ -234,12 +234,12 @@ def write_model_of_gguf(source: str, target: str, dtype: Optional[torch.dtype], 
         raise UserError("SOURCE", f"{source} is a GGUF file, and gguf is not installed", "pip install -e '.[gguf]'")
     where = {"pretrained_model_name_or_path": os.path.dirname(source), "gguf_file": os.path.basename(source)}
     options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True), "output_loading_info": True}
-    check_gguf(source, "SOURCE")
+    check_gguf(source)
     try:
         with torch.device("meta"):
             config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
             tensors = all_tensors(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-        check_size(sum(tensor.numel() for tensor in tensors.values()), source, "SOURCE")
+        check_size(sum(tensor.numel() for tensor in tensors.values()), source)
         tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
         model, info = AutoModelForCausalLM.from_pretrained(**where, **options, trust_remote_code=False)
     except UserError:

@@ -121,15 +121,15 @@ def write_text(path: str | Path, text: str) -> None:
 MARKERS = ("<!-- parity table: written by compare_backends.py -->", "<!-- end of the parity table -->")
 
 
-def check_markers(flag: str, path: str) -> None:
+def check_markers(path: str) -> None:
     """Raise UserError unless the file holds the two marker lines of the table, in order."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        raise UserError(flag, f"cannot read {path}", "a text file") from None
+        raise UserError("--update_table", f"cannot read {path}", "a text file") from None
     begin, end = (text.find(marker) for marker in MARKERS)
     if not 0 <= begin < end:
-        raise UserError(flag, f"{path} lacks the markers", " and ".join(MARKERS))
+        raise UserError("--update_table", f"{path} lacks the markers", " and ".join(MARKERS))
 
 
 def write_between_markers(path: str, table: str) -> None:

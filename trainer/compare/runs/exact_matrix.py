@@ -83,7 +83,7 @@ def run_exact(models: list[str], train_args: list[str], only: str | None, places
     The first layout is what the others are compared with. `table` is a file with markers; the table goes there too.
     """
     if table:
-        check_markers("--update_table", table)
+        check_markers(table)
     layouts = exact_layouts(only)
     cells: dict[str, dict[str, str]] = {layout.name: {} for layout in layouts}
     passed = True
@@ -140,12 +140,12 @@ def _table(layouts: list[Configuration], models: list[str], cells: dict[str, dic
     return "\n".join(lines) + "\n"
 
 
-def run_resumes(count: int, model: str, train_args: list[str], only: str | None, places: Places, seed: int = 0) -> bool:
+def run_resumes(count: int, model: str, train_args: list[str], only: str | None, places: Places) -> bool:
     """Stop a run twice at random steps and resume it on other layouts, `count` times. Are all bits those of one run?
 
     `train_args` have the number of steps of the whole run, --max_steps. Parts with one number of ranks share a launch.
     """
-    chance, layouts, steps = random.Random(seed), exact_layouts(only), _max_steps(train_args)
+    chance, layouts, steps = random.Random(0), exact_layouts(only), _max_steps(train_args)
     flags = [*train_args, "--pretrain", model, "--exact"]
     saved = [*flags, "--save_steps", "1", "--max_ckpt_num", str(steps)]
     [(_, undisturbed)] = _runs([layouts[0]], saved, places.output_dir / "undisturbed", places)

@@ -53,7 +53,7 @@ def run_matrix(
     """
     require_matplotlib("--run")
     if update_table:
-        check_markers("--update_table", update_table)
+        check_markers(update_table)
     _make_output_dir(output_dir)
 
     def run_all(jobs: list[Job]):

@@ -192,7 +192,7 @@ def _rope(rope: dict, small: dict) -> dict:
     return rope
 
 
-def randomize(model, seed: int = 0) -> None:
+def randomize(model) -> None:
     """Move norms, biases and stored vectors away from their zeros and ones, in place. They would hide a wrong factor.
 
     Matrices of zeros move too: ERNIE's routers would choose between equal scores. What is not trained moves little: a
@@ -200,7 +200,7 @@ def randomize(model, seed: int = 0) -> None:
     """
     import torch  # not at the top: the zoo sets the environment first
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

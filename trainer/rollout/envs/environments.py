@@ -102,7 +102,7 @@ def read_sources(env: str, env_args: Optional[str], by_name: bool) -> dict[str, 
         names = {name: source for name, mark, source in pairs if mark and name and source}
         if not names or len(names) < len(pairs):
             raise UserError(FLAG, env, "NAME=FILE, or several of different names (comma-separated), for --env_key")
-    arguments = _mapping("--env_args", env_args) if env_args else {}
+    arguments = _mapping(env_args) if env_args else {}
     if not by_name:
         return {"": Source(env, arguments)}
     if unknown := arguments.keys() - names:
@@ -110,13 +110,15 @@ def read_sources(env: str, env_args: Optional[str], by_name: bool) -> dict[str, 
     return {name: Source(source, _checked(name, arguments.get(name) or {})) for name, source in names.items()}
 
 
-def _mapping(flag: str, text: str) -> dict[str, Any]:
+def _mapping(text: str) -> dict[str, Any]:
     """A mapping in YAML or JSON, with values that JSON has too."""
     try:
         value = read_yaml(text)
         json.dumps(value)
     except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise UserError(flag, f"{text}: {' '.join(str(error).split())}", "a mapping such as '{limit: 3}'") from None
+        raise UserError(
+            "--env_args", f"{text}: {' '.join(str(error).split())}", "a mapping such as '{limit: 3}'"
+        ) from None
     return _checked("", value)
 
 
