@@ -11,22 +11,15 @@ Anything else is a failure: another exception, no end, or damage without a stran
 
 import argparse
 import contextlib
-import copy
 import dataclasses
-import functools
-import io
 import json
-import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
+from random_damage import Cases, damage
 from transformers import AutoModelForCausalLM
 
 from trainer.checkpoints import checkpoint_store as store
@@ -35,93 +28,11 @@ from trainer.compare.certificates.verification import verify
 from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
 from trainer.datasets.conversations.templates import prepare_tokenizer
 from trainer.datasets.demos.demo import make_demo
-from trainer.errors import UserError
 from trainer.models.model_loading import check_code, load_tokenizer, resolve_model_folder
 from trainer.reports import certificate
 from trainer.runs import run_training
 from trainer.runs.run_models import load_model
 from trainer.training.checkpointing import Checkpoints
-
-SECONDS = 30  # of one case
-VALUES = [
-    None,
-    True,
-    -1,
-    0,
-    3,
-    10**30,
-    10**400,
-    1e308,
-    float("nan"),
-    "",
-    "x",
-    "../x",
-    "/dev/zero",
-    "\x1b[2J\n",
-    [],
-    {},
-    [[]],
-    ["x"],
-    "[" * 5000,
-    functools.reduce(lambda inner, _: [inner], range(300), 0),
-]
-CONVERSATION = [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "2 1"}]
-
-
-# --- damage
-
-
-def damage(dice: random.Random, path: Path) -> str:
-    """Change one file. Returns what was done."""
-    data = bytearray(path.read_bytes())
-    kinds = ["flip", "flip", "cut", "insert", "zero"] + ["edit"] * 6 * (path.suffix == ".json")
-    kind = dice.choice(kinds) if data else "insert"
-    at = dice.randrange(len(data)) if data else 0
-    if kind == "edit":
-        try:
-            content = json.loads(data)
-        except ValueError:
-            kind = "flip"
-        else:
-            where = edit(dice, content)
-            path.write_text(json.dumps(content))
-            return f"edit of {where} in {path.name}"
-    if kind == "flip":
-        for place in {at, *(dice.randrange(len(data)) for _ in range(dice.choice([0, 0, 3])))}:
-            data[place] ^= 1 << dice.randrange(8)
-    elif kind == "cut":
-        del data[at:]
-    elif kind == "insert":
-        data[at:at] = dice.choice([b"\0", b"{", b'"', b"\n", b"\xff\xfe", b"[" * 5000])
-    else:
-        data[at : at + 16] = bytes(len(data[at : at + 16]))
-    path.write_bytes(bytes(data))
-    return f"{kind} at byte {at} of {len(data)} in {path.name}"
-
-
-def edit(dice: random.Random, content) -> str:
-    """Replace, remove or add one value, at any depth. Returns where."""
-    where = ""
-    while True:
-        keys = list(content) if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else []
-        if not keys:
-            return where or "nothing"
-        key = dice.choice(keys)
-        where = f"{where}/{key}"
-        inner = content[key]
-        if isinstance(inner, (dict, list)) and inner and dice.random() < 0.8:
-            content = inner
-            continue
-        action = dice.choice(["replace", "replace", "remove", "add"])
-        if action == "replace":
-            content[key] = copy.deepcopy(dice.choice(VALUES))
-        elif action == "remove":
-            del content[key]
-        elif isinstance(content, dict):
-            content[f"{key}x"] = copy.deepcopy(inner)
-        else:
-            content.append(copy.deepcopy(dice.choice(VALUES)))
-        return f"{where} ({action})"
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -131,35 +42,8 @@ def files_of(folder: Path) -> list[Path]:
 # --- cases
 
 
-class Cases:
-    """Counts the endings of cases, and prints those that are failures."""
-
-    def __init__(self, seed: int):
-        self.dice, self.endings, self.failures = random.Random(seed), Counter(), 0
-
-    def case(self, kind: str, what: str, read: Callable[[], str]) -> None:
-        """`read` returns how the case ended, or raises."""
-
-        def late(*_) -> None:
-            raise TimeoutError(f"no end after {SECONDS} s")
-
-        signal.signal(signal.SIGALRM, late)
-        signal.alarm(SECONDS)
-        output = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                ending = read()
-        except UserError as error:
-            ending = "noticed" if len(str(error).splitlines()) == 1 and str(error).isprintable() else "not one line"
-            output.write(str(error))
-        except Exception:
-            ending = "traceback"
-            output.write(traceback.format_exc())
-        signal.alarm(0)
-        self.endings[f"{kind}: {ending}"] += 1
-        if ending not in ("noticed", "harmless", "read"):
-            self.failures += 1
-            print(f"--- {kind}, {what}: {ending}\n{output.getvalue()[-3000:]}", flush=True)
+class FolderCases(Cases):
+    """Cases of folders."""
 
     def checkpoint(self, checkpoints: Checkpoints, source: Path, work: Path) -> None:
         folder = copied(source, work / "step_2")
@@ -252,7 +136,7 @@ class Done(Exception):
 
 def run_cases(folder: Path, flags: list[str], count: int, seed: int) -> None:
     """All cases, in a run that stands where it would resume."""
-    cases, captured = Cases(seed), {}
+    cases, captured = FolderCases(seed), {}
     real_set_up, started = run_training.set_up, time.monotonic()
 
     def set_up(command, args, **named):
@@ -269,9 +153,7 @@ def run_cases(folder: Path, flags: list[str], count: int, seed: int) -> None:
                 cases.model(captured["args"], captured["setup"], folder / "demo/model", work)
             else:
                 cases.certificate(folder / "run", work)
-        for name in sorted(cases.endings):
-            print(f"{name}: {cases.endings[name]}", flush=True)
-        print(f"{count} cases, {cases.failures} failures, {time.monotonic() - started:.0f} s", flush=True)
+        cases.report(time.monotonic() - started)
         raise Done
 
     run_training.set_up, Checkpoints.resume = set_up, resume

@@ -1,4 +1,5 @@
-"""Samples of `test/fault_runs.py` and `test/export_faults.py`, where each operation on a file fails, and of `test/fuzz_folders.py`."""
+"""Samples of `test/fault_runs.py` and `test/export_faults.py`, where each operation on a file fails, and of `test/fuzz_folders.py` and
+`test/fuzz_readers.py`."""
 
 import errno
 import os
@@ -32,9 +33,15 @@ def test_an_export_is_whole_or_not_there():
 
 
 def test_random_damage_is_noticed_or_harmless():
-    command = [sys.executable, str(ROOT / "test/fuzz_folders.py"), "--count", "60", "--seed", "5"]
+    command = [sys.executable, str(ROOT / "test/fuzz_folders.py"), "--count", "32", "--seed", "5"]
     code, output = run_process(command, timeout=200)
-    assert code == 0 and "60 cases, 0 failures" in output, output[-6000:]
+    assert code == 0 and "32 cases, 0 failures" in output, output[-6000:]
+
+
+def test_damaged_data_images_requests_and_answers_are_one_line():
+    command = [sys.executable, str(ROOT / "test/fuzz_readers.py"), "--count", "40", "--seed", "2"]
+    code, output = run_process(command, timeout=200)
+    assert code == 0 and "40 cases, 0 failures" in output, output[-6000:]
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])

@@ -7,6 +7,7 @@ import io
 import lzma
 import os
 import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -74,7 +75,7 @@ def _check_packed(file: BinaryIO, head: bytes, size: int, where: str) -> None:
             found += len(part)
             if found > most:
                 raise too_large(where, f"{size} bytes that unpack to more than {most // MB} MB", "ratio")
-    except (OSError, EOFError, lzma.LZMAError, zipfile.BadZipFile, RuntimeError, NotImplementedError):
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, RuntimeError, NotImplementedError):
         return  # its reader says what is wrong with it
 
 
