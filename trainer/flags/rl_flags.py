@@ -26,7 +26,7 @@ class PromptArguments:
     input_key: Optional[str] = arg(None, "column of the prompt, a text or messages (default: messages)")
     label_key: Optional[str] = arg(
         None,
-        "column of the reference answer, which the reward gets as its label (default: ground_truth or final_answer, for built-in rewards)",
+        "column of the reference answer, which the reward gets as its label (default: ground_truth or final_answer)",
     )
     prompt_max_len: int = arg(1024, "longer prompts are left out and counted", type="PositiveInt")
 

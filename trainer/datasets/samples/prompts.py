@@ -30,7 +30,7 @@ from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.read_row import ReadRow
-from trainer.datasets.shapes.references import reference_of
+from trainer.datasets.shapes.references import possible_reference, reference_of
 from trainer.datasets.shapes.row_reader import PROMPT, RowReader, reader_of
 from trainer.datasets.text_flags import check_input_template
 from trainer.errors import UserError
@@ -100,6 +100,7 @@ def tokens_of_prompts(
     max_len: int,
     num_proc: int | None = None,
     needs_labels: bool = False,
+    takes_labels: bool = False,
     ignore_columns: str | None = None,
     system: str | None = None,
     taken: Iterable[str] = (),
@@ -109,14 +110,17 @@ def tokens_of_prompts(
     """The prompts of one set, also empty ones and longer ones: see `tokenize_prompts`.
 
     taken: columns that rewards read. drop_answer: a conversation that ends with an answer loses it.
-    With `needs_labels` and without label_key, the label is where the first row has it: see `reference_of`.
+    With `needs_labels` and without label_key, the label is where the first row has it: see `reference_of`. With
+    `takes_labels`, it may have none: see `possible_reference`.
 
     Raises: UserError, with `needs_labels` also for a prompt that is used and has no label, or an
     object, a list or a boolean as its label.
     """
-    is_known_label = needs_labels and not label_key
-    if is_known_label:
-        label_key = reference_of(rows[0], flag, names_in(ignore_columns))
+    is_named, ignored, taken = bool(label_key), names_in(ignore_columns), tuple(taken)
+    if not is_named and needs_labels:
+        label_key = reference_of(rows[0], flag, ignored)
+    elif not is_named and takes_labels:
+        label_key = possible_reference(rows[0], ignored, taken)
     known = input_key is None and any(name in rows.column_names for name in BEFORE_ANSWER)
     key = input_key or (None if known else "messages")
     check_keys(rows.column_names, flag, {"--input_key": key, "--label_key": label_key})
@@ -133,7 +137,7 @@ def tokens_of_prompts(
         input_template=input_template is not None,
         drop_answer=drop_answer,
     )
-    options = _Options(reader, label_key, input_template, is_known_label)
+    options = _Options(reader, label_key, input_template, bool(label_key) and not is_named)
     if reader.chat:
         chat_template(tokenizer)  # raises if there is none
     flags = {"apply_chat_template": apply_chat_template, "input_template": input_template}

@@ -27,6 +27,12 @@ def reference_of(row: Any, flag: str, ignored: Collection[str] = ()) -> str:
     return found[0]
 
 
+def possible_reference(row: Any, ignored: Collection[str], taken: Collection[str]) -> str | None:
+    """The place of the label for rewards that may take one. None for none, for several, and for a column in `taken`."""
+    found = _references_in(row, ignored)
+    return found[0] if len(found) == 1 and column_of_key(row, found[0]) not in taken else None
+
+
 def lack_references(names: str | None) -> bool:
     """Whether no set of a flag has such a place in its first row. False if a set is no file of JSON lines."""
     paths = [path for name in names_in(names) for path in local_paths(name)[0][:1]]

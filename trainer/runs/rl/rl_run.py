@@ -161,7 +161,8 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
         options = text_options(args.data) | {"max_len": args.prompts.prompt_max_len}
         options |= {"input_key": args.prompts.input_key, "label_key": args.prompts.label_key}
         needed = rewards_need_labels(args.scores.reward_func, args.scores.judge_rubric, args.scores.judge_mode)
-        return options | {"needs_labels": needed, "drop_answer": bool(args.kl.teacher)}
+        takes = bool(functions or args.scores.remote_rm_url)
+        return options | {"needs_labels": needed, "takes_labels": takes, "drop_answer": bool(args.kl.teacher)}
 
     rows = load_sets_of(args, args.batch.seed, options_of, names, split, flag)
     if args.environment.env and TEMPLATE_ARGS in rows.column_names:
