@@ -465,7 +465,9 @@ def test_a_label_without_a_flag_has_one_sure_place(tmp_path):
         assert lack_references(path) and lack_references(f"{path}#1") and not lack_references(str(tmp_path))
     may = {"needs_labels": False, "takes_labels": True}  # code of a user, as that of verl
     assert labels(both, ignore_columns="final_answer", **may) == ["12"]
-    assert labels(both, **may) == labels(row, **may) == labels(row | {"ground_truth": "1"}, needs_labels=False) == [None]
+    assert (
+        labels(both, **may) == labels(row, **may) == labels(row | {"ground_truth": "1"}, needs_labels=False) == [None]
+    )
     assert labels(row | {"ground_truth": "1"}, taken=["ground_truth"], **may) == [None]
     for text in ("[1]\n", "{", ""):  # its reader says what is wrong with it
         Path(path).write_text(text)
