@@ -1,5 +1,6 @@
 """What a stranger may ask of serve_engine, whose application of vLLM is here a small one; and who may start it open."""
 
+import asyncio
 import json
 import sys
 
@@ -13,7 +14,9 @@ from starlette.testclient import TestClient
 
 from trainer.cli import serve_engine
 from trainer.errors import UserError
+from trainer.rollout import peers
 from trainer.rollout.engines.on_vllm import server_guard
+from trainer.rollout.rewards.http_service import Door, HTTPLimits
 
 
 async def echo(request: Request) -> PlainTextResponse:
@@ -77,6 +80,23 @@ def test_a_web_page_may_not_ask(client, key):
         headers = {**KEY, "Origin": origin, "Content-Type": "text/plain"}
         answer = client.post("/collective_rpc", content='{"method": "receive_trainer_weights"}', headers=headers)
         assert answer.status_code == 403 and "web page" in answer.text
+
+
+@pytest.mark.parametrize("host", ["a.example:8001", "A.EXAMPLE.", "127.0.0.1.example", "[::1", "localhost.example"])
+def test_a_domain_is_no_name_of_a_server_without_a_key(client, host):
+    """A page can point its own domain to 127.0.0.1. Its requests are then of its own origin, and a GET has no Origin."""
+    assert peers.is_of_web_page(None, host)
+    door = Door(HTTPLimits(max_body=1, max_connections=1, read_timeout=1))
+    scope = {"type": "http", "headers": [(b"host", host.encode())]}
+    answer = asyncio.run(door.guarded(echo)(Request(scope)))
+    assert answer.status_code == 403 and b"web page" in answer.body
+    server_guard.guard_with(None)
+    call = {"method": "facts_for_trainer"}
+    assert client.post("/collective_rpc", json=call, headers={"Host": host}).status_code == 403
+    server_guard.guard_with("secret")
+    assert client.post("/collective_rpc", json=call, headers={"Host": host, **KEY}).status_code == 200
+    for good in ("127.0.0.1:8001", "[::1]:8001", "[::1]", "localhost:8001", "gpu7", "a.localhost", "10.0.0.7:80", ""):
+        assert not peers.is_of_web_page(None, good), good
 
 
 def test_a_process_that_knows_no_key_answers_nobody(client):

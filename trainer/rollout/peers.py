@@ -7,6 +7,7 @@ request or the episode that asked, and never the run.
 import contextlib
 import functools
 import http.client
+import ipaddress
 import json
 import math
 import socket
@@ -15,6 +16,7 @@ import struct
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from typing import Any, Optional
@@ -85,6 +87,26 @@ def read_metrics(value: Any) -> dict[str, float]:
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) <= 1e15:
             raise BadAnswer(f"metric {name} is no finite number")
     return {name: float(number) for name, number in value.items()}
+
+
+# --- requests to a server of ours
+
+
+def is_of_web_page(origin: Optional[str], host: str = "") -> bool:
+    """Whether a page in a browser sends a request with these headers.
+
+    It sends an Origin, or it has made its own domain a name of this machine (DNS rebinding). An address, localhost and
+    a name without a dot are no such domain.
+    """
+    if origin is not None:
+        return True
+    try:
+        name = (urllib.parse.urlsplit(f"//{host}").hostname or "").rstrip(".")
+        if "." in name and not name.endswith(".localhost"):
+            ipaddress.ip_address(name)
+    except ValueError:
+        return True
+    return False
 
 
 # --- frames over a socket

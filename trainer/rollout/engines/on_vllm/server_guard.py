@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Optional
 
 from trainer.limits import limit
+from trainer.rollout.peers import is_of_web_page
 
 NAME = "trainer.rollout.engines.on_vllm.server_guard.Guard"  # for --middleware
 OPEN = ("/health",)
@@ -49,7 +50,8 @@ class Guard:
         if _key is CLOSED:
             return 503
         headers = dict(scope["headers"])
-        if b"origin" in headers:  # a page in a browser of this machine; no client of ours sends it
+        origin, host = (headers[name].decode("latin-1") if name in headers else None for name in (b"origin", b"host"))
+        if is_of_web_page(origin, (host or "") if _key is None else ""):
             return 403
         given = headers.get(b"authorization", b"")
         if _key is not None and not secrets.compare_digest(given, f"Bearer {_key}".encode()):
@@ -83,7 +85,7 @@ async def _refuse(status: int, send: Callable) -> None:
     reason = {
         401: "the header Authorization: Bearer KEY is missing or wrong",
         404: "closed",
-        403: "no such method, or a web page asks",
+        403: "no such method, or a web page asks; without a key, ask localhost or an address",
     }
     body = json.dumps({"error": reason.get(status, "refused")}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
