@@ -12,9 +12,9 @@ from launch import ROOT
 from trainer.cli.__main__ import OTHERS, RANKED, run
 from trainer.errors import UserError
 from trainer.flags.names.command_names import WORDS, command_for
-from trainer.flags.names.peer_names import PEERS, ROWS
+from trainer.flags.names.peer_row import PEERS
 from trainer.flags.names.presets import PRESETS
-from trainer.flags.names.suggestions import misspelled
+from trainer.flags.names.suggestions import ROWS, misspelled
 from trainer.flags.parse_flags import flags_of, parse_arguments
 from trainer.flags.rules import COMMANDS
 from trainer.models.losses.preference_loss import PAIR_LOSSES

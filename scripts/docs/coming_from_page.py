@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from trainer.flags.names.peer_names import PEERS, ROWS, PeerName
-from trainer.flags.names.peer_row import ALL, FIXED, LEAVE_OUT, RL
+from trainer.flags.names.peer_row import ALL, FIXED, LEAVE_OUT, PEERS, RL, PeerName
+from trainer.flags.names.suggestions import ROWS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming_from.md"
 HEAD = """<!-- Written by scripts/docs/coming_from_page.py from the tables in trainer/flags/names/. Do not edit. -->

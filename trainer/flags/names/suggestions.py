@@ -5,10 +5,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from trainer.flags.groups import flags_of
-from trainer.flags.names.peer_names import ROWS, PeerName
-from trainer.flags.names.peer_row import LEAVE_OUT
+from trainer.flags.names.method_names import METHOD_NAMES
+from trainer.flags.names.peer_row import LEAVE_OUT, PeerName
+from trainer.flags.names.training_names import TRAINING_NAMES
 from trainer.flags.rules import COMMANDS
 
+ROWS = (*TRAINING_NAMES, *METHOD_NAMES)  # docs/coming_from.md is written from this table
 # parts of a path under which a name means what it means alone; and parts that say that it is about something else
 SECTIONS = frozenset(
     [
