@@ -40,9 +40,8 @@ from trainer.strategies.on_deepspeed import (
     autotp,
     autotp_layers,
     given_gradients,
-    offloaded_gradients,
     zero_0,
-    zero_1,
+    zero_gradients,
     zero_loading,
     zero_masters,
 )
@@ -166,12 +165,12 @@ class DeepspeedStrategy:
             given_gradients.without_leaf_hooks(wrapped)
         self._note_reached(model)
         if self.options.adam_offload and self.zero_stage < 3:
-            offloaded_gradients.read_together(wrapped)
+            zero_gradients.read_together(wrapped)
         if self.param_dtype != torch.float32:
             if self.zero_stage == 0:
                 zero_0.add_masters(model, wrapped, self.param_dtype)
             elif self.zero_stage == 1:
-                zero_1.reduce_own_parts(wrapped, DTYPES[self.options.reduce_dtype])
+                zero_gradients.reduce_own_parts(wrapped, DTYPES[self.options.reduce_dtype])
             self._restore_masters(model, weights)
         return engine, wrapped, scheduler
 
