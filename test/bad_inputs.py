@@ -258,6 +258,9 @@ kd --pretrain demo/model --dataset demo/sft.jsonl --apply_chat_template
 @ppo --advantage_estimator nothing
 @ppo --advantage_estimator gae --critic_pretrain nowhere
 @ppo --n_samples_per_prompt 1
+@ppo --preset grpo --n_samples_per_prompt 1
+@ppo --train_batch_size 12
+ppo --config one_response.yaml --pretrain demo/model --dataset demo/prompts.jsonl
 @ppo --evals_per_epoch 2
 @ppo --saves_per_epoch 1
 @ppo --eval_steps 0
@@ -386,6 +389,7 @@ FILES = {
     "empty_key.yaml": b": 1\n",
     "broken.yaml": b"a: [1\nb: }\n",
     "peer.yaml": b"model_name_or_path: m\nper_device_train_batch_size: 2\n",
+    "one_response.yaml": b"label_key: label\nreward_func: exact_match\npreset: grpo\n",
     "types.yaml": b"pretrain: [a, b]\nlearning_rate: {a: 1}\n",
 }
 

@@ -3,6 +3,7 @@
 docs/gpu.md lists what each test executes. Larger pieces are in test_gpu_sides.py.
 """
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,16 +11,18 @@ import torch
 import torch.distributed as dist
 from deepspeed import accelerator
 
+from trainer import entry
 from trainer.compare.machines import measured_memory
 from trainer.distributed import host_offload, mesh
 from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
+from trainer.flags.groups import from_flat
 from trainer.models.layers import activation_offload
 from trainer.models.losses import vocab_parallel
 from trainer.planning import doctor_findings, doctor_machine, doctor_packages
 from trainer.reports import certificate
 from trainer.rollout.asynchronous import RolloutsAhead
-from trainer.runs import run_models, run_record
+from trainer.runs import run_models, run_record, start_line
 from trainer.runs.start_line import multiplies_bf16
 
 CARD = torch.device("cuda", 1)
@@ -52,6 +55,95 @@ def test_a_gpu_that_is_not_there_is_named_and_one_that_is_has_fast_bf16(cuda):
     with pytest.raises(UserError, match="--device: cuda, but torch finds no CUDA device"):
         mesh.resolve_device("cuda")
     assert multiplies_bf16("cuda", cpu_facts="/dev/null")
+
+
+class NVML:
+    """The functions of libnvidia-ml for GPUs of these (capabilities, memory)."""
+
+    def __init__(self, *cards):
+        self.cards = cards
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = len(self.cards)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, number, handle):
+        handle._obj.value = number + 1
+        return 0
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle, major, minor):
+        major._obj.value, minor._obj.value = self.cards[handle.value - 1][0]
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory):
+        memory._obj.total = self.cards[handle.value - 1][1]
+        return 0
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """Set the GPUs that NVML names."""
+    monkeypatch.setattr(start_line, "lacks_gpu", lambda: "")
+    start_line.gpus.cache_clear()
+    yield lambda *cards: monkeypatch.setattr(start_line.ctypes, "CDLL", lambda name: NVML(*cards))
+    start_line.gpus.cache_clear()
+
+
+def test_auto_is_fp32_on_a_gpu_without_bf16_and_the_first_line_says_it(nvml):
+    nvml(((7, 5), 16 << 30), ((7, 5), 16 << 30))
+    assert start_line.resolve_dtype("auto", "cuda") == "fp32" and start_line.resolve_dtype("bf16", "cuda") == "bf16"
+    args = from_flat(SFTArguments, {"pretrain": "m", "device": "cuda", "learning_rate": 1e-5, "param_dtype": "fp32"})
+    args.batch.micro_train_batch_size = 8
+    line = start_line.start_line("train_sft", args)
+    assert "fp32 (this GPU has no bf16 instructions; fp16 is faster), " in line, line
+    start_line.gpus.cache_clear()
+    nvml(((7, 5), 4 << 30), ((8, 0), 80 << 30))  # CUDA gives the faster one first
+    assert start_line.resolve_dtype("auto", "cuda") == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "found"),
+    [
+        ({}, 2, "weights and gradients alone need 56 GB on this machine, and its 2 ranks on GPUs have 34.4 GB"),
+        ({"adam_offload": True}, 2, ""),
+        ({"lora_rank": 8}, 2, ""),
+        (
+            {"lora_rank": 8, "param_dtype": "fp32"},
+            1,
+            "weights alone need 28 GB on this machine, and its 1 rank on GPUs",
+        ),
+        ({"lora_rank": 8, "load_in_4bit": True}, 1, ""),
+        ({"device": "cpu"}, 2, "weights and gradients alone need 56 GB on this machine, and it has 40 GB"),
+    ],
+)
+def test_a_model_beyond_the_memory_is_warned_of_before_it_loads(nvml, monkeypatch, flags, ranks, found):
+    nvml(((9, 0), 16 << 30), ((9, 0), 16 << 30))
+    monkeypatch.setattr(start_line.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 40e9}.get)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    args = from_flat(SFTArguments, {"device": "cuda", "param_dtype": "bf16", **flags})
+    warning = start_line.memory_warning(args, 7_000_000_000, trains=True)
+    assert found in warning and bool(found) == warning.startswith("\nwarning: "), warning
+    assert start_line.memory_warning(args, None, trains=True) == ""
+
+
+def test_two_ranks_on_one_gpu_are_one_line(monkeypatch, capsys):
+    """The message is that of NCCL's init.cc."""
+    codes, text = [], "ncclInvalidUsage\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
+    monkeypatch.setattr(entry, "leave", lambda code: codes.append(code) or sys.exit(code))
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+
+    def fail(argv):
+        raise RuntimeError(text)
+
+    with pytest.raises(SystemExit):
+        entry.run_command(fail, [])
+    line = "error: --nproc: ranks 1 and 0 have the same GPU (allowed: one rank per GPU, --device cpu)\n"
+    assert codes == [2] and capsys.readouterr().err == line
 
 
 def test_the_name_of_the_card_is_recorded(cuda):

@@ -94,6 +94,12 @@ def run_command(main: Callable[[list[str]], None], argv: list[str] | None = None
         if "does not have a deterministic implementation" in str(error):  # torch's words
             _tell(f"--deterministic: {str(error).split(',')[0]} (allowed: --deterministic false)")
             leave(EXIT_USER_ERROR)
+        if twice := re.search(r"Duplicate GPU detected\D*rank (\d+) and rank (\d+)", str(error)):  # NCCL's words
+            _wait_for_other_ranks(OTHER_RANKS_WAIT_SECONDS)
+            _tell(
+                f"--nproc: ranks {twice[1]} and {twice[2]} have the same GPU (allowed: one rank per GPU, --device cpu)"
+            )
+            leave(EXIT_USER_ERROR)
         if isinstance(error, BrokenPipeError) and _is_unread(1):
             _tell(
                 "standard output: nothing reads it any more, as after `| head`. Write it to a file, or read all of it."

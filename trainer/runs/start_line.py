@@ -1,11 +1,13 @@
 """The first line of a run, and the dtype that this machine multiplies fast. Both are known before torch is imported."""
 
 import ctypes
+import functools
 import importlib.metadata
 import json
 import math
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -21,6 +23,9 @@ from trainer.terminal import fitted
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # of x86, of x86, of ARM, as Linux names them
 ANNOUNCED = "TRAINER_ANNOUNCED"  # a variable for ranks: the process that starts them has printed the first line
 NO_BF16 = "this CPU has no bf16 instructions"
+NO_BF16_ON_GPU = "this GPU has no bf16 instructions"
+FIRST_WITH_BF16 = 8  # compute capability: Ampere
+GB = 1e9
 
 
 def resolve_dtype(wanted: str, device: str) -> str:
@@ -32,9 +37,9 @@ def resolve_dtype(wanted: str, device: str) -> str:
 
 
 def multiplies_bf16(device: str, cpu_facts: str = "/proc/cpuinfo") -> bool:
-    """Whether a run on `--device` has fast products in bf16. GPUs are not told apart."""
-    if device == "cuda" or (device == "auto" and has_gpu()):
-        return True
+    """Whether a run on `--device` has fast products in bf16. GPUs that NVML does not tell of have."""
+    if runs_on_gpu(device):
+        return max((gpu.capability for gpu in gpus()), default=FIRST_WITH_BF16) >= FIRST_WITH_BF16
     try:
         with open(cpu_facts) as lines:
             return any(
@@ -43,6 +48,44 @@ def multiplies_bf16(device: str, cpu_facts: str = "/proc/cpuinfo") -> bool:
             )
     except OSError:  # not Linux
         return True
+
+
+def runs_on_gpu(device: str) -> bool:
+    """Whether a run on `--device` is on GPUs, as far as this is seen without torch."""
+    return device == "cuda" or (device == "auto" and has_gpu())
+
+
+class GPU(NamedTuple):
+    """What NVML tells of a GPU."""
+
+    capability: int  # the major number
+    memory: int  # bytes
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+@functools.cache
+def gpus() -> tuple[GPU, ...]:
+    """The GPUs of this machine, from NVML, which needs no torch and starts no CUDA. Empty if it is silent."""
+    try:
+        nvml, count, found = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_uint(), []
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return ()
+        for number in range(count.value):
+            handle, memory, major, minor = ctypes.c_void_p(), _Memory(), ctypes.c_int(), ctypes.c_int()
+            capability = ctypes.byref(major), ctypes.byref(minor)
+            if (
+                nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle))
+                or nvml.nvmlDeviceGetCudaComputeCapability(handle, *capability)
+                or nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+            ):
+                return ()
+            found.append(GPU(major.value, memory.total))
+    except (OSError, AttributeError):  # no such library, or no such function in it
+        return ()
+    return tuple(found)
 
 
 def has_gpu() -> bool:
@@ -92,7 +135,8 @@ def check_launcher() -> None:
 def announce(command: str, args, trains: bool) -> None:
     """Print what will run, and the versions of the libraries."""
     versions = certified_line(installed(), read_cards())[1]
-    print(fitted(f"{start_line(command, args, trains)}\nimporting libraries ({versions})"), flush=True)
+    warning = memory_warning(args, count_parameters(Path(args.model.pretrain)), trains)
+    print(fitted(f"{start_line(command, args, trains)}{warning}\nimporting libraries ({versions})"), flush=True)
 
 
 def start_line(command: str, args, trains: bool = True) -> str:
@@ -109,7 +153,9 @@ def start_line(command: str, args, trains: bool = True) -> str:
     if layout.layout == "auto":
         where = f"{num_ranks} ranks, --layout auto"
     if dtype != "fp16" and not multiplies_bf16(layout.device):
-        dtype += f" ({NO_BF16}{'; fp32 is faster' if dtype == 'bf16' else ''})"
+        on_gpu = runs_on_gpu(layout.device)
+        faster = "; fp16 is faster" if on_gpu else "; fp32 is faster" if dtype == "bf16" else ""
+        dtype += f" ({NO_BF16_ON_GPU if on_gpu else NO_BF16}{faster})"
     if trains:
         dtype += f", learning rate {args.optimizer.learning_rate:g}"
         by_tokens = batch.max_tokens_per_micro_batch or batch.packing_samples or layout.exact
@@ -117,6 +163,29 @@ def start_line(command: str, args, trains: bool = True) -> str:
             samples = f"{batch.micro_train_batch_size} of the {batch.train_batch_size} samples of a step"
             dtype += f", {samples} in a forward pass of a rank"
     return f"{command}: {model}{size}, {where}, {dtype}, to {args.output.output_dir or 'a new folder in runs/'}"
+
+
+def memory_warning(args, num_parameters: int | None, trains: bool) -> str:
+    """A line if this machine has less memory than the weights alone need, with their gradients if all are trained.
+
+    Weights that train are there in fp32, as are their gradients. More is needed for AdamW and for activations.
+    """
+    lora, on_gpu, offload = args.lora, runs_on_gpu(args.layout.device), args.layout.adam_offload
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
+    nodes = int(os.environ.get("WORLD_SIZE", 1)) // local or 1
+    is_frozen = not trains or lora.lora_rank or lora.load_in_4bit
+    each = 4 if args.model.param_dtype == "fp32" else 2  # bytes of a parameter
+    each = 0.5 if lora.load_in_4bit else each if is_frozen or (on_gpu and offload) else 8
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if on_gpu:
+        room = sum(sorted((gpu.memory for gpu in gpus()), reverse=True)[:local])
+    needed = each * (num_parameters or 0) / nodes
+    if not room or needed <= room:
+        return ""
+    what = "weights" if is_frozen or (on_gpu and offload) else "weights and gradients"
+    where = f"its {local} rank{'s' * (local > 1)} on GPUs have" if on_gpu else "it has"
+    found = f"{what} alone need {needed / GB:,.3g} GB on this machine, and {where} {room / GB:,.3g} GB"
+    return f"\nwarning: {found}: take more ranks or machines, LoRA, or a smaller model"
 
 
 def count_parameters(folder: Path) -> int | None:
