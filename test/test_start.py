@@ -97,6 +97,22 @@ def test_a_signal_before_the_first_step_is_one_line(demo, command, name):
     assert rest.count(name) == 1 and "Traceback" not in rest and not (demo / "early").exists(), rest
 
 
+@pytest.mark.parametrize(("flags", "goal"), [(["--learning_rat", "1"], 1.5), ([*MODEL, *DATA], 2.0)])
+def test_a_typo_and_the_first_line_come_at_once(demo, flags, goal):
+    """`goal` is in seconds on a quiet machine. The median of 3 may take 3 times as long, since others may use this one."""
+    seconds, command = [], [sys.executable, "-m", "trainer.cli", "sft", *flags]
+    for _ in range(3):
+        begin = time.monotonic()
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, cwd=demo, env=_environment(), **streams) as process:
+            line = process.stdout.readline()
+            seconds.append(time.monotonic() - begin)
+            process.kill()
+        assert line.startswith((b"error: --learning_rat: ", b"train_sft: demo/model")), line
+    print(f"{' '.join(flags)}: {sorted(seconds)} s, load {os.getloadavg()[0]:.1f}")
+    assert sorted(seconds)[1] < 3 * goal, seconds
+
+
 @pytest.mark.parametrize(("rank", "said"), [("0", "stopped by SIGINT; no step was running"), ("1", "")])
 def test_a_signal_while_a_rank_imports_its_command_has_no_traceback(rank, said):
     code, output = run_process([sys.executable, "-c", "import trainer.cli; raise KeyboardInterrupt"], RANK=rank)
