@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.exact.exact_products import ROWS
+from trainer.exact.fixed_tiles import product
 
 BLOCK = 32  # keys
 
@@ -41,11 +42,11 @@ def block_attention(
     )
     scores = []
     for number, block in enumerate(keys):
-        distance = places - torch.arange(number * BLOCK, (number + 1) * BLOCK)
+        distance = places - torch.arange(number * BLOCK, (number + 1) * BLOCK, device=places.device)
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-        scores.append((torch.bmm(flat, block.transpose(1, 2)) * scale).masked_fill(hidden, float("-inf")))
+        scores.append((product(flat, block.transpose(1, 2)) * scale).masked_fill(hidden, float("-inf")))
     highest = functools.reduce(torch.maximum, [part.detach().amax(-1, keepdim=True) for part in scores])
     weights = [(part - highest).exp() for part in scores]
     total = functools.reduce(operator.add, [part.sum(-1, keepdim=True) for part in weights])
-    out = functools.reduce(operator.add, [torch.bmm(part, block) for part, block in zip(weights, values)]) / total
+    out = functools.reduce(operator.add, [product(part, block) for part, block in zip(weights, values)]) / total
     return out[:, : group * tokens].reshape(rows, heads, tokens, -1)

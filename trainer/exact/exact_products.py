@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainer.distributed.sharded_tensors import to_local_if_dtensor
 from trainer.errors import UserError
+from trainer.exact.fixed_tiles import linear, product
 from trainer.exact.fixed_tree import num_pieces, tree_sum
 from trainer.exact.split_rows import SplitRows, give_whole_rows
 
@@ -61,7 +62,7 @@ class _ByColumns(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.ranks, ctx.pieces, ctx.bias = ranks, num_pieces(len(weight), ranks.tp.size()), bias
         flat = _flat(inputs)
-        output = _like(torch.cat([F.linear(flat, piece) for piece in weight.chunk(ctx.pieces)], -1), inputs)
+        output = _like(torch.cat([linear(flat, piece) for piece in weight.chunk(ctx.pieces)], -1), inputs)
         return output if bias is None else output.add_(bias)
 
     @staticmethod
@@ -70,11 +71,11 @@ class _ByColumns(torch.autograd.Function):
         of_inputs, of_weight, of_bias = None, None, None
         if for_inputs:
             pairs = zip(_contiguous(_flat(grad), ctx.pieces, -1), weight.chunk(ctx.pieces))
-            of_inputs = _like(tree_sum([part @ piece for part, piece in pairs], ctx.ranks.tp), inputs)
+            of_inputs = _like(tree_sum([product(*pair) for pair in pairs], ctx.ranks.tp), inputs)
         if for_weight or for_bias:
             inputs, grad = ctx.ranks.whole(inputs, grad)
             grads = _contiguous(grad, ctx.pieces, -1)
-            of_weight = ctx.ranks.counted(weight, lambda: torch.cat([part.T @ inputs for part in grads]))
+            of_weight = ctx.ranks.counted(weight, lambda: torch.cat([product(part.T, inputs) for part in grads]))
             of_bias = ctx.ranks.counted(ctx.bias, lambda: torch.cat([part.sum(0) for part in grads]))
         return of_inputs, of_weight, of_bias, None
 
@@ -87,7 +88,7 @@ class _ByRows(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.ranks, ctx.pieces, ctx.bias = ranks, num_pieces(weight.shape[1], ranks.tp.size()), bias
         pairs = zip(_contiguous(_flat(inputs), ctx.pieces, -1), _contiguous(weight, ctx.pieces, 1))
-        output = _like(tree_sum([F.linear(*pair) for pair in pairs], ranks.tp), inputs)
+        output = _like(tree_sum([linear(*pair) for pair in pairs], ranks.tp), inputs)
         return output if bias is None else output + bias
 
     @staticmethod
@@ -96,12 +97,12 @@ class _ByRows(torch.autograd.Function):
         of_inputs, of_weight, of_bias = None, None, None
         if for_inputs:
             flat = _flat(grad)
-            products = [flat @ piece for piece in _contiguous(weight, ctx.pieces, 1)]
+            products = [product(flat, piece) for piece in _contiguous(weight, ctx.pieces, 1)]
             of_inputs = _like(torch.cat(products, -1), inputs)
         if for_weight or for_bias:
             inputs, grad = ctx.ranks.whole(inputs, grad)
             parts = _contiguous(inputs, ctx.pieces, -1)
-            of_weight = ctx.ranks.counted(weight, lambda: torch.cat([grad.T @ part for part in parts], 1))
+            of_weight = ctx.ranks.counted(weight, lambda: torch.cat([product(grad.T, part) for part in parts], 1))
             of_bias = ctx.ranks.counted(ctx.bias, lambda: grad.sum(0))
         return of_inputs, of_weight, of_bias, None
 

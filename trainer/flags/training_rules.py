@@ -216,7 +216,7 @@ TRACE_RULES = (
 
 # with --exact: what is not proved to keep every bit
 EXACT_RULES = (
-    Rule("exact", lambda f: f.on_gpu, "on a GPU", "its kernels add up in an order that depends on the shape of a batch",
+    Rule("exact", lambda f: f.on_gpu, "on a GPU", "no GPU has run its products of fixed tiles yet",
          "Add --device cpu, or remove the flag."),
     Rule("exact", lambda f: f.param_dtype != "fp32", "with --param_dtype {param_dtype}",
          "equal bits are proved for fp32 only", "Add --param_dtype fp32."),

@@ -1,7 +1,7 @@
 """Check the trainer on the GPUs of this machine: scripts/check_gpu.sh [--tiny] [--out FILE] [--part NAME ...]
 
 doctor    what is missing on this machine
-kernels   the tests of attention on a GPU: each kernel against the formula
+kernels   the tests of attention on a GPU: each kernel against the formula; the fixed tiles of --exact against plain loops
 parity    layouts in fp32 and bf16, on as many GPUs as there are, against the plain loop on the CPU
 resume    --verify_resume on both backends: a loaded checkpoint continues bitwise the same
 memory    the memory of each backend and stage against its prediction
@@ -154,6 +154,12 @@ def doctor(machine: Machine, until: float) -> Iterator[Row]:
 
 
 def kernels(machine: Machine, until: float) -> Iterator[Row]:
+    if not machine.tiny:  # a CPU takes other products
+        error, output = machine.launch("tiles", machine.num_ranks, ["trainer.exact.tile_test"], until)
+        passes = "fixed tiles: " in output and not error
+        yield Row(
+            "fixed tiles of --exact", "the self-test passes" if passes else error or output, "it passes", not passes
+        )
     results = machine.scratch / "kernels.xml"
     files = KERNEL_TESTS[: 1 if machine.tiny else None]
     tests = [f"test/models/attention/{name}" for name in files]
