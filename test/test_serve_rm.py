@@ -194,7 +194,8 @@ def test_a_scoring_that_fails_is_told_and_the_server_goes_on():
         status, answer = asyncio.run(ask(port, message(bad, None)))
         assert status == 500 and answer == {"error": "scoring failed: RuntimeError: no memory at all"}
         of_a_page = message(request(0), None).replace(b"Host: x", b"Host: x\r\nOrigin: null")
-        assert asyncio.run(ask(port, of_a_page)) == (403, {"error": "a web page may not ask"})
+        status, answer = asyncio.run(ask(port, of_a_page))
+        assert status == 403 and answer["error"].startswith("a web page may not ask")
         status, answer = asyncio.run(ask(port, message(request(0), None)))
         assert status == 200 and str(answer["rewards"]) == "[nan]", "the client names it"
 
