@@ -6,7 +6,9 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Collection
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from exact_models import save_models
 from launch import forked, train_many
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
 from trainer.compare.locate.locate_report import locate_folders
@@ -435,6 +438,7 @@ def test_an_activation_rounds_an_element_in_the_same_way_at_the_end_of_a_tensor(
 
 # --- whole runs
 
+SLOPES = (5500.0, 11_000.0)  # the largest of three gradients is then 0.29 and 0.58 of the limit of a sum
 BACKENDS = {f"z{stage}": ["--backend", "deepspeed", "--zero_stage", str(stage)] for stage in range(4)}
 BACKENDS["f"] = ["--backend", "fsdp2"]
 
@@ -463,6 +467,32 @@ def line(name: str, folder, data, *more: str) -> list[str]:
         flags += ["--ring_attn_size", name[name.index(mode) + len(mode)], "--sp_mode", mode]
     flags += ["--gradient_checkpointing"] if "recomputed" in name else []
     return [*flags, *more, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
+
+
+def save_steep_models(folder: Path, source: str, slopes: Collection[float]) -> None:
+    """The model of `source` with its last norm times each of `slopes`, which makes gradients of the head larger."""
+    for slope in slopes:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model.model.norm.weight.data *= slope
+        for kind in (model, AutoTokenizer.from_pretrained(source)):
+            kind.save_pretrained(folder / f"steep-{slope:g}")
+
+
+def test_a_sum_that_may_overflow_is_noticed_on_each_layout(shared_data, tmp_path):
+    """Three samples: two ranks add an empty micro-batch, which must not count. Twice the gradients are too large."""
+    save_steep_models(tmp_path, f"{shared_data}/models/stories260K-hf", SLOPES)
+
+    def of(name: str, slope: float) -> list[str]:
+        more = ["--pretrain", f"{tmp_path}/steep-{slope:g}", "--max_samples", "3", "--max_steps", "1"]
+        return line(f"{name}-{slope:g}", tmp_path, shared_data, *more)
+
+    for ranks, names in ((1, ("f", "z1")), (2, ("z2", "f"))):
+        with pytest.raises(AssertionError, match="error: step 1: loss or gradient norm not finite in the last 1 of 1"):
+            train_many(ranks, [of(f"{name}-{ranks}", slope) for name, slope in zip(names, SLOPES)], tmp_path, 300)
+    for slope, names in zip(SLOPES, (("f-1", "z2-2"), ("z1-1", "f-2"))):
+        alone, pair = (bits_of(tmp_path / f"{name}-{slope:g}") for name in names)
+        assert first_difference(alone, pair) is None
+        assert alone.steps == 1 and math.isinf(alone.rows[1]["grad_norm"]) == (slope == SLOPES[1])
 
 
 LORA = ("--lora_rank", "4", "--learning_rate", "1e-2")
