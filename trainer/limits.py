@@ -72,10 +72,14 @@ def raised() -> list[str]:
     return [f"{name}={value}" for name, value in _raised.items()]
 
 
-def too_large(where: str, found: Any, name: str) -> UserError:
+class TooLarge(UserError):
+    """Something is above a limit of --limits."""
+
+
+def too_large(where: str, found: Any, name: str) -> TooLarge:
     """The error for what is above limit `name`."""
     shown = f"{limit(name)} ({DEFAULTS[name][1]})"
-    return UserError(where, str(found), f"at most {shown}; --limits {name}=N raises it")
+    return TooLarge(where, str(found), f"at most {shown}; --limits {name}=N raises it")
 
 
 @contextmanager

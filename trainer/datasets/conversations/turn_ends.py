@@ -10,6 +10,7 @@ from trainer.datasets.conversations.control_tokens import control_pattern, ids_b
 from trainer.datasets.conversations.rendering import render
 from trainer.datasets.conversations.turns import MARK
 from trainer.errors import UserError
+from trainer.limits import TooLarge
 
 QUESTION = {"role": "user", "content": "x"}
 
@@ -55,6 +56,7 @@ def openings_of(tokenizer: Any) -> tuple[str, ...]:
     """What a rendered conversation begins with: bos, and what the chat template writes before a first message.
 
     <bos><user>x<end> has <bos>, <user> and <bos><user>. Empty without a template. A template may refuse a system text.
+    Raises TooLarge as `turn_ends` does.
     """
     if not tokenizer.chat_template:
         return ()
@@ -63,6 +65,8 @@ def openings_of(tokenizer: Any) -> tuple[str, ...]:
     for messages in ([{**QUESTION, "content": MARK}], [{"role": "system", "content": MARK}, QUESTION]):
         try:
             before, mark, after = render(tokenizer, messages, tokenize=False).partition(MARK)
+        except TooLarge:  # no other conversation would end either
+            raise
         except Exception:  # a template may refuse this conversation in any way, with errors of its own
             break
         if mark:
@@ -74,6 +78,8 @@ def openings_of(tokenizer: Any) -> tuple[str, ...]:
 
 def turn_ends(tokenizer: Any) -> TurnEnds:
     """How the tokenizer's chat template begins and ends an answer, found by rendering. Empty without a template.
+
+    Raises TooLarge for a template that takes more time or memory than --limits allow.
 
     The token that ends a turn is the first special one after an answer that ends a conversation. GLM's template has
     none there: the mark of the next role ends its turns. If several stand together (Cohere), it is the last one that
@@ -88,6 +94,8 @@ def turn_ends(tokenizer: Any) -> TurnEnds:
         )
         last = _after_mark(tokenizer, [QUESTION, answer])
         more = _after_mark(tokenizer, [QUESTION, answer, QUESTION])
+    except TooLarge:
+        raise
     except Exception:  # a template may refuse this conversation in any way, with errors of its own
         return TurnEnds()
     opening_text = asked[len(bare) :] if asked.startswith(bare) else ""
