@@ -303,14 +303,16 @@ def test_columns_of_other_types_in_two_files_of_a_folder(tmp_path):
 
 def test_arguments_of_other_tools_are_no_arguments(tmp_path):
     """Arrow's objects have all keys of all rows; as messages, or in a mix with a JSON file, they show only a row's own."""
-    messages = [[{"role": "a", "tool_calls": [{"arguments": {key: 1}}]}] for key in "xy"]
+    messages = [[{"role": "a", "tool_calls": [{"name": "f", "arguments": {key: 1}}]}] for key in "xy"]
     datasets.Dataset(pa.table({"m": messages})).to_parquet(str(tmp_path / "x.parquet"))
     found = [messages_of(row["m"], "m") for row in load(tmp_path / "x.parquet")]
     assert found == [[{**message, "content": ""} for message in row] for row in messages]
-    path = write_jsonl(tmp_path / "y.jsonl", [{"m": [{"role": "a", "tool_calls": [{"arguments": {"z": None}}]}]}])
+    path = write_jsonl(
+        tmp_path / "y.jsonl", [{"m": [{"role": "a", "tool_calls": [{"name": "f", "arguments": {"z": None}}]}]}]
+    )
     mixed = [row["m"] for row in load(f"{tmp_path / 'x.parquet'},{path}")]
     assert mixed == [*messages, json.loads(path.read_text())["m"]]
-    assert messages_of(mixed[2], "m")[0]["tool_calls"] == [{"arguments": {"z": None}}]  # which was written
+    assert messages_of(mixed[2], "m")[0]["tool_calls"] == [{"name": "f", "arguments": {"z": None}}]  # which was written
     call = datasets.Features({"role": datasets.Value("string"), "tool_calls": datasets.List(datasets.Json())})
     saved = datasets.Dataset.from_dict({"m": [mixed[2]]}, features=datasets.Features({"m": datasets.List(call)}))
     saved.save_to_disk(str(tmp_path / "saved"))

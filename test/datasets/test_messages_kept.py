@@ -238,3 +238,11 @@ def test_counts_are_added_up_over_rows():
     some, none = (counted("{} of {} x", n, 2, without="all x") for n in (1, 0))
     assert summary_of_notes([note(some, "y")] * 3 + [note(none)]) == (["rows", "y", "3 of 8 x"], set())
     assert summary_of_notes([note(none, counted("{} rows"))] * 2)[0] == ["rows", "2 rows", "all x"]
+
+
+@pytest.mark.parametrize("call", [{"type": "function"}, {"function": {}}, {"name": None}, {"function": {"name": " "}}])
+@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
+def test_a_call_without_a_name_is_refused(call, key):
+    value = [call] if key == "tool_calls" else {"arguments": {}, **call}
+    with pytest.raises(UserError, match="rows message 1: a call of a tool"):
+        messages_of([{"role": "assistant", "content": "", key: value}], "rows", template="m.tool_calls")

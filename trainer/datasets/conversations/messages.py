@@ -208,16 +208,19 @@ def _calls_of(message: dict, where: str) -> list | None:
         calls = _calls(calls, where)
     if calls is not None and not isinstance(calls, list):
         raise UserError(where, f"tool_calls is {kind_of(calls)}", "a list of calls")
-    calls = calls and [_with_arguments(call) for call in calls]
+    calls = calls and [_with_arguments(call, where) for call in calls]
     if calls and old:
         raise UserError(where, f"both tool_calls and {CALL}", f"one of them, or {IGNORE} {CALL}")
     return calls or (_calls(old, where) if old else None)
 
 
-def _with_arguments(call: Any) -> Any:
+def _with_arguments(call: Any, where: str) -> dict:
     """A call whose function has arguments. Some data names them parameters; a call without any has none."""
     function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or function.get("arguments") is not None:
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name.strip():  # templates print an empty name
+        raise UserError(where, "a call of a tool without a name", '{"function": {"name": ..., "arguments": {...}}}')
+    if function.get("arguments") is not None:
         return call
     named = {key: value for key, value in function.items() if key not in ("arguments", "parameters")}
     named["arguments"] = function.get("parameters", AsWritten())
@@ -238,7 +241,8 @@ def _calls(content: Any, where: str) -> list[dict]:
         arguments = call.get("arguments", call.get("parameters", AsWritten()))
         if isinstance(arguments, str):
             arguments = _parsed_object(arguments)
-        if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+        name = call.get("name")
+        if not isinstance(name, str) or not name.strip() or not isinstance(arguments, dict):
             raise UserError(where, "a call of a tool that cannot be read", '{"name": ..., "arguments": {...}}')
         outer = whole if "function" in whole else {}
         inner = {
