@@ -179,8 +179,8 @@ def test_a_run_of_a_list_of_sets_verifies_repeats_and_resumes_only_as_it_was(run
     line += ["--save_path", str(runs / "other_column/model")]
     code, output = run_process([sys.executable, "-m", "trainer.cli.train_sft", *line])
     [error] = [text for text in output.splitlines() if text.startswith("error: ")]
-    assert code == 2 and "Traceback" not in output and error.startswith("error: --dataset: other samples than"), output
-    assert "--dataset_flags was" in error
+    assert code == 2 and "Traceback" not in output and error.startswith("error: --dataset (from --config "), output
+    assert "other samples than" in error and "--dataset_flags was" in error
 
 
 def test_only_a_run_that_is_told_to_writes_a_certificate(runs):

@@ -250,7 +250,7 @@ for name in sorted(os.listdir({str(tmp_path)!r})):
         check_file(os.path.join({str(tmp_path)!r}, name), name)
         print("read", name)
     except Exception as error:
-        assert type(error).__name__ == "UserError", error
+        assert isinstance(error, limits.UserError), error
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
