@@ -122,6 +122,8 @@ def test_names_that_files_import_from_each_other_exist():
     for path in sorted((ROOT / "trainer").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainer"):
+                if node.module == "trainer.exact.tile_kernel" and importlib.util.find_spec("triton") is None:
+                    continue  # a build of torch for CPUs has no Triton
                 module = importlib.import_module(node.module)
                 names = [alias.name for alias in node.names if not hasattr(module, alias.name)]
                 lost += [
