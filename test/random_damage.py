@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from trainer.compare.machines.forked_ranks import run_ranks
 from trainer.errors import UserError
 
 SECONDS = 30  # of one case
@@ -135,3 +136,10 @@ class Cases:
         for name in sorted(self.endings):
             print(f"{name}: {self.endings[name]}", flush=True)
         print(f"{self.endings.total()} cases, {self.failures} failures, {seconds:.0f} s", flush=True)
+
+
+def run_in_rank(run: Callable[[], None], log: Path, seconds: float) -> None:
+    """Run cases in a fork with the imports, and print its report. Raises AssertionError for a failure or without a report."""
+    ending = run_ranks(run, 1, log, seconds)
+    print(log.read_text())
+    assert "cases, 0 failures" in log.read_text(), ending
