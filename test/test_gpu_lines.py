@@ -97,7 +97,7 @@ def test_auto_is_fp32_on_a_gpu_without_bf16_and_the_first_line_says_it(nvml):
     assert start_line.resolve_dtype("auto", "cuda") == "fp32" and start_line.resolve_dtype("bf16", "cuda") == "bf16"
     args = from_flat(SFTArguments, {"pretrain": "m", "device": "cuda", "learning_rate": 1e-5, "param_dtype": "fp32"})
     args.batch.micro_train_batch_size = 8
-    line = start_line.start_line("train_sft", args)
+    line = start_line.start_line("train_sft", args, None)
     assert "fp32 (this GPU has no bf16 instructions; fp16 is faster), " in line, line
     start_line.gpus.cache_clear()
     nvml(((7, 5), 4 << 30), ((8, 0), 80 << 30))  # CUDA gives the faster one first

@@ -196,8 +196,8 @@ def test_a_long_first_sample_is_printed_without_its_middle():
 def test_the_default_rate_is_that_of_the_method(command, rank, rate):
     args = from_flat(COMMANDS[command], {"pretrain": "m", "dataset": "d", "lora_rank": rank, "device": "cpu"})
     check_flags(command, args, ("eval_loss",))
-    assert args.optimizer.learning_rate == rate and f", learning rate {rate:g}, " in start_line(command, args)
-    assert "learning rate" not in start_line(command, args, trains=False)  # of evaluate
+    assert args.optimizer.learning_rate == rate and f", learning rate {rate:g}, " in start_line(command, args, None)
+    assert "learning rate" not in start_line(command, args, None, trains=False)  # of evaluate
     given = from_flat(COMMANDS[command], {"pretrain": "m", "dataset": "d", "lora_rank": rank, "learning_rate": 0.5})
     check_flags(command, given, ("eval_loss",))
     assert given.optimizer.learning_rate == 0.5
@@ -214,9 +214,8 @@ def test_micro_batches_follow_a_small_batch_and_are_named(samples, ranks, given,
         args = from_flat(COMMANDS["train_sft"], {**flags, "layout": layout})
         check_flags("train_sft", args, ("eval_loss",))
         assert args.batch.micro_train_batch_size == micro
-        named = f", {micro} of the {samples} samples of a step in a forward pass of a rank, " in start_line(
-            "train_sft", args
-        )
+        line = start_line("train_sft", args, None)
+        named = f", {micro} of the {samples} samples of a step in a forward pass of a rank, " in line
         assert named == (micro < 8)
     args = from_flat(COMMANDS["train_sft"], {**flags, "train_batch_size": 2 * ranks + 1, "micro_train_batch_size": 2})
     with pytest.raises(UserError, match="not a multiple of --micro_train_batch_size 2"):

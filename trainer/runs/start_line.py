@@ -37,7 +37,7 @@ def resolve_dtype(wanted: str, device: str) -> str:
 
 
 def multiplies_bf16(device: str, cpu_facts: str = "/proc/cpuinfo") -> bool:
-    """Whether a run on `--device` has fast products in bf16. GPUs that NVML does not tell of have."""
+    """Whether a run on `--device` has fast products in bf16. GPUs that NVML says nothing about have them."""
     if runs_on_gpu(device):
         return max((gpu.capability for gpu in gpus()), default=FIRST_WITH_BF16) >= FIRST_WITH_BF16
     try:
@@ -135,14 +135,15 @@ def check_launcher() -> None:
 def announce(command: str, args, trains: bool) -> None:
     """Print what will run, and the versions of the libraries."""
     versions = certified_line(installed(), read_cards())[1]
-    warning = memory_warning(args, count_parameters(Path(args.model.pretrain)), trains)
-    print(fitted(f"{start_line(command, args, trains)}{warning}\nimporting libraries ({versions})"), flush=True)
+    num_parameters = count_parameters(Path(args.model.pretrain))
+    line, warning = start_line(command, args, num_parameters, trains), memory_warning(args, num_parameters, trains)
+    print(fitted(f"{line}{warning}\nimporting libraries ({versions})"), flush=True)
 
 
-def start_line(command: str, args, trains: bool = True) -> str:
+def start_line(command: str, args, num_parameters: int | None, trains: bool = True) -> str:
     """What runs where, in one line: model, size, ranks, layout, dtype, folder. `args` are the checked flags."""
     model, layout, batch, dtype = args.model.pretrain, args.layout, args.batch, args.model.param_dtype
-    num_ranks, num_parameters = int(os.environ.get("WORLD_SIZE", 1)), count_parameters(Path(model))
+    num_ranks = int(os.environ.get("WORLD_SIZE", 1))
     if args.lora.lora_adapter:
         model += f" with {args.lora.lora_adapter}"
     size = f" with {shown_number(num_parameters)} parameters" if num_parameters else ""
@@ -173,16 +174,17 @@ def memory_warning(args, num_parameters: int | None, trains: bool) -> str:
     lora, on_gpu, offload = args.lora, runs_on_gpu(args.layout.device), args.layout.adam_offload
     local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
     nodes = int(os.environ.get("WORLD_SIZE", 1)) // local or 1
-    is_frozen = not trains or lora.lora_rank or lora.load_in_4bit
-    each = 4 if args.model.param_dtype == "fp32" else 2  # bytes of a parameter
-    each = 0.5 if lora.load_in_4bit else each if is_frozen or (on_gpu and offload) else 8
+    weights_only = not trains or lora.lora_rank or lora.load_in_4bit or (on_gpu and offload)
+    each = 8  # bytes of a parameter: weight and gradient
+    if weights_only:
+        each = 0.5 if lora.load_in_4bit else 4 if args.model.param_dtype == "fp32" else 2
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if on_gpu:
         room = sum(sorted((gpu.memory for gpu in gpus()), reverse=True)[:local])
     needed = each * (num_parameters or 0) / nodes
     if not room or needed <= room:
         return ""
-    what = "weights" if is_frozen or (on_gpu and offload) else "weights and gradients"
+    what = "weights" if weights_only else "weights and gradients"
     where = f"its {local} rank{'s' * (local > 1)} on GPUs have" if on_gpu else "it has"
     found = f"{what} alone need {needed / GB:,.3g} GB on this machine, and {where} {room / GB:,.3g} GB"
     return f"\nwarning: {found}: take more ranks or machines, LoRA, or a smaller model"
