@@ -221,9 +221,9 @@ def policy_updates(
 def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, part: Part) -> dict[str, torch.Tensor]:
     """Add log-probs of policy and reference, and values of the critic, to the micro-batches (all-reduces over sp).
 
-    Training uses the same micro-batches, so the ratio on the first update is exactly 1. Returns the flat vectors of `part` by
-    name. If a rollout has only one update, and advantages need no log-probs of the policy, they are not computed here.
-    The old log-probs are then those of the update's own forward pass. With `bypass_mode`, they are those of the rollout engine.
+    Returns the flat vectors of `part` by name. With `bypass_mode`, the old log-probs are those of the rollout engine. Else
+    training uses the same micro-batches, so the ratio on the first update is exactly 1. If a rollout has only one update, and
+    advantages need no log-probs of the policy, they are not computed here. They are then those of the update's own forward pass.
     """
     log_probs = functools.partial(policy_log_probs, temperature=options.policy.temperature, routers=roles.routers)
     actor, by_entropy = roles.actor[0], options.top_entropy_quantile is not None

@@ -164,8 +164,9 @@ def render_chat(
     notes: those of the row. They get the turns with a loss, keys that are not shown, and that messages are left out.
     asks: why a message whose key `train` is true must have a loss, and what cures it, for the refusal of one that cannot.
 
-    The last assistant turn is trained, or each one with multiturn, unless a message says it by its key `train`. A turn begins after the generation prompt and ends
-    with its stop token. The stop token is trained, but white space after it is not. An empty answer is not trained.
+    The last assistant turn is trained, or each one with multiturn, unless a message says it by its key `train`. A turn begins
+    after the generation prompt and ends with its stop token. The stop token is trained, but white space after it is not. An
+    empty answer is not trained.
     Messages after the last trained turn are left out: they have no loss and change none.
 
     A stock template of a known model is masked by its training version, which has the same text. There, only a turn

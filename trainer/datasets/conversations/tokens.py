@@ -87,8 +87,10 @@ def prompt_and_answer(
 
 
 def notes_of_prompt(tokenizer: Any, prompt: str, input_template: str | None, ends: TurnEnds = NO_TURN) -> set[str]:
-    """How the answers to a prompt of `prompt_and_answer` end if it has opened a turn, and the warning for a prompt whose
-    end is lost where it is tokenized alone."""
+    """The notes of a prompt of `prompt_and_answer`.
+
+    They say how its answers end if it has opened a turn, and warn if its end is lost where it is tokenized alone.
+    """
     framed = _framed(tokenizer, prompt, input_template)
     return notes_of_end(tokenizer, framed, opens=True) | ({TURN_IS_OPEN} if ends.opens_text(framed) else set())
 

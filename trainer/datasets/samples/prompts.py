@@ -61,7 +61,8 @@ def tokenize_prompts(
     Both are those of `part`. `flags` go to `tokens_of_prompts`.
 
     The prompt is a text (put into input_template) or a list of messages. Messages, or apply_chat_template, select the
-    chat template with its generation prompt; so does a text that no flag names if there is a template and no input_template. Prompts longer than max_len tokens and empty prompts are left out.
+    chat template with its generation prompt. So does a text that no flag names, if there is a template and no input_template.
+    Prompts longer than max_len tokens and empty prompts are left out.
     Columns: prompt_ids (int32), label (text; None without label_key), num_tokens, digest, row (index into `rows`).
 
     Raises: UserError for missing keys and values of another kind (with the row, counted from 1).

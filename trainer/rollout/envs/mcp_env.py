@@ -61,11 +61,11 @@ class MCPServer:
     async def _connect(self, *, task_status: TaskStatus[Client]) -> None:
         """Start the server, and hold the connection until `close`."""
         logging.getLogger("mcp").setLevel(logging.CRITICAL)  # no server may fill the screen with its mistakes
-        with anyio.fail_after(self._timeout) as limit:
+        with anyio.fail_after(self._timeout) as scope:
             # the handshake of `legacy` is in every revision of the protocol
             async with Client(self._streams(), mode="legacy", cache=None) as client:
                 self.tools = await _list_tools(client)
-                limit.deadline = math.inf
+                scope.deadline = math.inf
                 task_status.started(client)
                 await self._closing.wait()
 

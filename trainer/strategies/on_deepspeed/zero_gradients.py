@@ -46,8 +46,9 @@ def reduce_own_parts(optimizer, reduce_dtype: torch.dtype) -> None:
 def read_together(optimizer) -> None:
     """Let an offloading optimizer of ZeRO 1 or 2 wait for its GPU a fixed number of times in a step.
 
-    The host reads what it needs of all gradients at once. DeepSpeed waits twice for each parameter: `update_offload_overflow_tracker` asks whether its gradient is finite, and
-    `complete_grad_norm_calculation_for_cpu_offload` reads its norm. The numbers stay the same.
+    The host reads what it needs of all gradients at once. DeepSpeed waits twice for each parameter.
+    `update_offload_overflow_tracker` asks whether its gradient is finite. `complete_grad_norm_calculation_for_cpu_offload`
+    reads its norm. The numbers stay the same.
     """
     complete = optimizer.complete_grad_norm_calculation_for_cpu_offload
 
