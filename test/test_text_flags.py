@@ -57,6 +57,11 @@ def test_a_value_that_nothing_makes_right_is_refused_at_the_door(door, flags, fo
         (["--config", "preset.yaml"], "(--advantage_estimator is from --preset grpo)"),
         (["--config=group.yaml"], "(--advantage_estimator is from --config group.yaml)"),
         (["--preset", "rloo", "--config", "group.yaml"], "(--advantage_estimator is from --config group.yaml)"),
+        *(
+            (["--config", first, "--config", last], f"(--advantage_estimator is from --config {last})")
+            for first, last in (("group.yaml", "same.yaml"), ("same.yaml", "group.yaml"))
+        ),
+        (["--config", "list.yaml"], "--preset (from --config list.yaml): "),
         (["--preset", "grpo", "--advantage_estimator", "rloo"], ""),
         (["--teacher", "t", "--normalize_reward", "--ref_model", "r"], ""),
         (["--teacher", "t", "--dynamic_filtering"], "(--advantage_estimator is from --teacher)"),
@@ -69,6 +74,8 @@ def test_a_refusal_names_who_set_the_flag(flags, source, tmp_path, monkeypatch):
         "preset": "preset: grpo",
         "group": "advantage_estimator: group_norm",
         "wrong": "max_steps: x",
+        "same": "advantage_estimator: group_norm",
+        "list": "preset: [grpo]",
     }.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises(UserError) as error:

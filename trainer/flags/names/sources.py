@@ -35,18 +35,18 @@ def naming_sources(act: Callable[[list[str]], Any]) -> Callable[[list[str]], Any
 
 def sources_of(flags: list[str], argv: list[str]) -> dict[str, str]:
     """{flag: what set it} of those that are not in `argv`. A flag that only has its default has no source."""
-    typed, files = {}, {}
+    typed, given = {}, {}
     for place, word in enumerate(argv):
         name, is_joined, value = word.partition("=")
         value = value if is_joined else "".join(argv[place + 1 : place + 2])
         if name == "--config":
-            files |= dict.fromkeys(_keys(value), value)
+            given |= {key: (own, f"--config {value}") for key, own in _keys(value).items()}  # the last file wins
         elif name.startswith("--"):
             typed[name.removeprefix("--")] = value
-    given = {name: (value, f"--config {path}") for path in set(files.values()) for name, value in _keys(path).items()}
     preset, teacher = (typed.get(name, given.get(name, ("",))[0]) for name in ("preset", "teacher"))
     found = dict.fromkeys(OF_TEACHER, "--teacher") if teacher else {}
-    found |= dict.fromkeys(PRESETS.get(preset, ()), f"--preset {preset}")
+    if isinstance(preset, str):  # the parser refuses another value of a file
+        found |= dict.fromkeys(PRESETS.get(preset, ()), f"--preset {preset}")
     found |= {name: source for name, (_, source) in given.items()}
     return {flag: found[flag] for flag in flags if flag in found and flag not in typed}
 
