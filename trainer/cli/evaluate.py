@@ -5,6 +5,7 @@ python -m trainer.cli.evaluate --pretrain runs/sft/model --eval_dataset test.jso
 """
 
 from trainer.entry import run_command
+from trainer.flags.names.sources import naming_sources
 from trainer.flags.rl_flags import PPOArguments
 from trainer.runs.rl.evaluation_checks import COMMAND, checked
 from trainer.runs.start_line import begin
@@ -25,7 +26,7 @@ def run(argv: list[str]) -> None:
 
 
 def main() -> None:
-    run_command(run)
+    run_command(naming_sources(run))
 
 
 if __name__ == "__main__":

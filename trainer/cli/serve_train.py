@@ -10,6 +10,7 @@ from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.generating_flags import ServeTrainArguments
 from trainer.flags.groups import flat, from_flat
+from trainer.flags.names.sources import naming_sources
 from trainer.flags.parse_flags import check_port, parse_arguments
 from trainer.flags.rollout_rules import SERVE_TRAIN_RULES
 from trainer.flags.rule import first_broken
@@ -62,7 +63,7 @@ def run(argv: list[str]) -> None:
 
 
 def main() -> None:
-    run_command(run)
+    run_command(naming_sources(run))
 
 
 if __name__ == "__main__":
