@@ -143,9 +143,9 @@ def time_limit(name: str, where: str) -> Iterator[None]:
 def within_memory(name: str, where: str, function: Callable[..., Any], *values: Any) -> Any:
     """The result of `function(*values)`. Raises UserError if it takes more than limit `name`, in MB of private memory.
 
-    Main threads of Linux only. Addresses that are only reserved do not count: CUDA reserves more than a machine has. Other
-    threads have the same limit meanwhile, so it is far above what they ask for. It costs 15 microseconds. Source: RLIMIT_DATA
-    in getrlimit(2).
+    Main threads of Linux only. Addresses that are only reserved do not count: CUDA reserves more than a machine has. Memory
+    that the process holds free does not count either. Other threads have the same limit meanwhile, so it is far above what
+    they ask for. It costs 15 microseconds. Source: RLIMIT_DATA in getrlimit(2).
     """
     before = resource.getrlimit(resource.RLIMIT_DATA)
     if threading.current_thread() is not threading.main_thread() or sys.platform != "linux":

@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import lzma
-import mmap
 import os
 import resource
 import subprocess
@@ -127,19 +126,30 @@ def test_no_format_that_starts_a_program_is_read():
     assert image_files.decode(content.getvalue()).size == (4, 4)
 
 
-def test_a_limit_of_memory_lets_addresses_be_reserved(monkeypatch):
-    """As CUDA reserves them: in any thread, at any time, more than the machine has."""
-    monkeypatch.setitem(limits._raised, "template_mb", 64)
-    before, private = resource.getrlimit(resource.RLIMIT_DATA), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+def test_a_limit_of_memory_lets_addresses_be_reserved():
+    """As CUDA reserves them: in any thread, at any time, more than the machine has.
 
-    def reserve() -> None:
-        mmap.mmap(-1, 1 << 38, flags=private, prot=mmap.PROT_READ).close()
-        mmap.mmap(-1, 32 << 20, flags=private).close()
+    In a process of its own: one that holds much free memory from earlier tests needs no more for the large array.
+    """
+    code = """
+import mmap, resource
+from trainer import limits
+limits._raised["template_mb"] = 64
+before, private = resource.getrlimit(resource.RLIMIT_DATA), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
-    limits.within_memory("template_mb", "here", reserve)
-    with pytest.raises(UserError, match="takes too much memory"):
-        limits.within_memory("template_mb", "here", bytearray, 128 << 20)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+def reserve():
+    mmap.mmap(-1, 1 << 38, flags=private, prot=mmap.PROT_READ).close()
+    mmap.mmap(-1, 32 << 20, flags=private).close()
+
+limits.within_memory("template_mb", "here", reserve)
+try:
+    limits.within_memory("template_mb", "here", bytearray, 128 << 20)
+except limits.TooLarge as error:
+    print(error)
+assert resource.getrlimit(resource.RLIMIT_DATA) == before
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "takes too much memory" in ended.stdout and not ended.stderr, ended.stdout + ended.stderr
 
 
 def test_what_took_too_much_memory_is_freed(monkeypatch):
