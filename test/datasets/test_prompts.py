@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from trainer.datasets.demos.demo import make_demo
 from trainer.datasets.files.loading import load_rows
 from trainer.datasets.samples.prompts import tokenize_prompts
-from trainer.datasets.shapes.row_reader import _answer
+from trainer.datasets.shapes.reading import answer_value
 from trainer.errors import UserError
 from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.rl_flags import PPOArguments
@@ -76,7 +76,7 @@ def test_a_number_is_the_same_text_as_label_and_as_answer(tmp_path, tokenizer, n
         except UserError as error:
             return error.found
 
-    answer = found(lambda: _answer(number, "column a"))
+    answer = found(lambda: answer_value(number, "column a"))
     path = write(tmp_path, [{"q": "one", "a": number}])
     label = found(lambda: prompts_of(path, tokenizer, input_key="q", label_key="a")[0]["label"][0])
     assert label == answer and ("the file may write" in label) == (number in (5.0, 1e20))
