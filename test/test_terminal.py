@@ -63,6 +63,50 @@ def test_the_bar_is_on_the_terminal_and_nothing_has_colour(shown):
     assert "\x1b[" not in shown.replace("\x1b[A", "") and "\\x1b" not in shown
 
 
+REWARD = """import sys, warnings
+def talks(prompts, responses, labels):
+    print("a reward", "talks")
+    print("to stderr", file=sys.stderr)
+    sys.stdout.write("without an end")
+    return [float(len(response) % 2) for response in responses]
+"""
+
+
+def on_screen(written: str) -> list[str]:
+    """The lines that are left on the screen: text after a carriage return overwrites."""
+    screen = []
+    for line in written.split("\n"):
+        cells = ""
+        for part in line.split("\r"):
+            cells = part + cells[len(part) :]
+        screen.append(cells.rstrip())
+    return screen
+
+
+def test_nothing_that_is_printed_during_a_run_sticks_to_the_bar(demo):
+    """Also what a user's function prints."""
+    (demo / "talking.py").write_text(REWARD)
+    flags = ["--rollout_batch_size", "2", "--n_samples_per_prompt", "2", "--train_batch_size", "4"]
+    flags += [
+        "--generate_max_len",
+        "4",
+        "--prompt_max_len",
+        "128",
+        "--max_steps",
+        "2",
+        "--reward_func",
+        "talking.py:talks",
+        "--save_steps",
+        "1",
+    ]
+    flags += ["--pretrain", "demo/model", "--dataset", "demo/prompts.jsonl"]
+    screen = on_screen(on_terminal(["ppo", *flags, "--output_dir", "talking"], demo))
+    bars = [line for line in screen if "step/s" in line]
+    assert [line[-1] for line in bars] == ["]"] and bars[0].startswith("100%"), bars
+    assert screen.count("to stderr") >= 2 and sum("a reward talks" in line for line in screen) >= 2, screen
+    assert any("step 2/2 | " in line for line in screen)
+
+
 @pytest.mark.parametrize("no_colour", [True, False])
 def test_watch_shows_bold_not_its_codes_and_obeys_no_color(shown, demo, no_colour):
     """`shown` is over, so the only colour, that of a hang, does not occur: `view` of a silent run has it."""

@@ -16,13 +16,13 @@ from typing import Optional, Union
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tqdm import tqdm
 
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog, MetricSum, host_peak_memory_bytes, mfu, step_line
 from trainer.terminal import fitted
 from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
+from trainer.training.live_bar import LiveBar
 
 IF_NOT_FINITE = "Try a smaller --learning_rate, or --param_dtype fp32, and look at those samples."
 MEMORY_EVERY = 20  # steps between two rows with the memory of every rank
@@ -222,8 +222,7 @@ class StepLog:
         """`metrics` is rank 0's log. It is None on every other rank."""
         self.strategy, self.metrics, self.options, self.progress = strategy, metrics, options, progress
         self.num_steps, self.has_trained = 0, False  # of this process
-        hidden = None if strategy.is_rank_0() else True
-        self.bar = tqdm(total=options.total_steps, initial=progress.step, disable=hidden, unit="step")
+        self.bar = LiveBar(options.total_steps, progress.step, is_shown=strategy.is_rank_0())
 
     def after_step(self, model, row: dict, batch, note: str = "") -> None:
         """Log the row. `note` is added at the end of the readable line.
@@ -240,7 +239,7 @@ class StepLog:
         if self.metrics:
             self.metrics.row(**row)
         if step % options.logging_steps == 0 and self.strategy.is_rank_0():
-            tqdm.write(fitted(step_line(row, options.total_steps) + note))
+            print(fitted(step_line(row, options.total_steps) + note), flush=True)
         if self.progress.skipped_in_a_row >= options.max_skipped_steps:
             found = f"loss or gradient norm not finite in {options.max_skipped_steps} steps in a row"
             shown = ", ".join(map(str, batch.sample_ids[:20])) + ", ..." * (len(batch.sample_ids) > 20)
@@ -262,7 +261,7 @@ class StepLog:
             step = self.progress.step
             self.metrics.row(step, **values, eval_time=time.perf_counter() - started)
             shown = (f"{name} {value:.{digits}g}" for name, value in values.items() if name.startswith("eval_"))
-            tqdm.write(fitted(f"eval {step}/{self.options.total_steps} | {' | '.join(shown)}"))
+            print(fitted(f"eval {step}/{self.options.total_steps} | {' | '.join(shown)}"), flush=True)
         numbers = {name: value for name, value in values.items() if isinstance(value, float)}
         broken = [f"{name} {value}" for name, value in numbers.items() if not math.isfinite(value)]
         if broken:
