@@ -105,8 +105,11 @@ def read_text(path: str, where: str = "") -> str:
 
 
 def read_model_config(folder: str) -> dict:
-    """The config.json of a model folder. Raises as `read_text` does."""
-    return json.loads(read_text(os.path.join(folder, "config.json")))
+    """The config.json of a model folder. Raises as `read_text` does, and UserError for JSON that is no object."""
+    config = json.loads(read_text(path := os.path.join(folder, "config.json")))
+    if not isinstance(config, dict):
+        raise UserError(path, f"holds {str(config)[:40]!r}", "a JSON object, as it was published")
+    return config
 
 
 def lines_of(path: str, where: str = "") -> Iterator[bytes]:

@@ -4,20 +4,26 @@ Exports of checkpoints are in test_resume.py, merged adapters in test_lora.py.
 """
 
 import json
+import math
+import os
 import re
 import struct
 
 import pytest
 import torch
 from checkpoints.test_quantized_folders import make_fp8, make_mxfp4
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainer.checkpoints import checkpoint_store as store
+from trainer.checkpoints.piece_index import PieceIndex
+from trainer.checkpoints.shards import whole_shard, write_shards
 from trainer.cli.export import run
 from trainer.errors import UserError
 from trainer.model_folders.folder_names import check_model_name
 from trainer.model_folders.gguf_header import check_gguf
+from trainer.runs import exported_models
 from trainer.runs.exported_models import config_dtype
 
 
@@ -90,6 +96,134 @@ def test_a_dtype_of_a_config_is_one_of_torch(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps({"dtype": name}))
     with pytest.raises(UserError, match=r"config\.json: dtype "):
         config_dtype(str(tmp_path))
+
+
+# --- checkpoints of strangers, whose hashes fit
+
+PROGRESS = {"step": 2, "tokens_seen": 7, "skipped_steps": 0}
+FLAGS = {"pretrain": "gone", "dataset": "rows.jsonl", "lora_rank": 0, "learning_rate": 1e-5, "image_max_pixels": None}
+STATE = {"format": 1, "arguments": FLAGS, "identity": {"command": "train_sft"}, "progress": PROGRESS}
+DEEP = json.loads("[" * 500 + "]" * 500)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return make_model("qwen3")
+
+
+def checkpoint(tiny, place, state: object = STATE, config: object = None, **more: str) -> str:
+    """A checkpoint with these contents, and the manifest that fits. `config`: values of config.json, or all of it."""
+    made = place / "step_2.tmp"
+    tiny.config.save_pretrained(made / "hf")
+    written = made / "hf/config.json"
+    values = json.loads(written.read_text()) | {"architectures": ["Qwen3ForCausalLM"], "dtype": "float32"}
+    written.write_text(json.dumps(values | config if isinstance(config, dict) else config or values))
+    shards = [whole_shard(f"weight/{name}", tensor, True) for name, tensor in tiny.state_dict().items()]
+    _, pieces = write_shards(shards, str(made), "pieces-00000")
+    PieceIndex.of_pieces(pieces).write(str(made))
+    (made / "state.json").write_text(state if isinstance(state, str) else json.dumps(state))
+    for name, text in more.items():
+        (made / "hf" / name).write_text(text)
+    store.commit(str(made), str(place / "step_2"), {})
+    return str(place / "step_2")
+
+
+def test_a_checkpoint_becomes_a_model_with_its_card(tiny, tmp_path):
+    run([checkpoint(tiny, tmp_path), str(tmp_path / "out")])
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tiny.state_dict().items() if name in found)
+    assert "| tokens seen | 7 |" in (tmp_path / "out/README.md").read_text()
+
+
+STATES = [
+    *["no JSON", "[" * 100_000, "[]", '"text"', "5", {"format": 2}, {"format": 1}],
+    *[STATE | {"progress": odd} for odd in (None, [], 3, {"step": "2"}, {"step": -1}, {"other": 1}, {"step": math.nan})],
+    *[STATE | {"arguments": odd} for odd in ([], "text", 5, None)],
+    *[STATE | {"identity": odd} for odd in ([], "text", 5, {"command": 5}, {"command": None}, {"command": "rm -rf"}, {"command": ["a"]})],
+    *[STATE | {"arguments": FLAGS | {"pretrain": odd}} for odd in (5, None, ["a"], {"a": 1}, True)],
+    *[STATE | {"arguments": FLAGS | {"dataset": odd}} for odd in (5, ["a"], {"a": 1}, False)],
+    *[STATE | {"arguments": FLAGS | {"lora_rank": odd}} for odd in ("8", [], {}, 0.5, True)],
+    *[STATE | {"arguments": FLAGS | {"image_max_pixels": odd}} for odd in ("8", [], {}, True)],
+    *[STATE | {"arguments": FLAGS | {"learning_rate": odd}} for odd in (DEEP, {"a": 1}, [[1]])],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: json.dumps(state)[:60])
+def test_a_state_with_odd_values_is_one_line(tiny, state, tmp_path):
+    refused_as_source(checkpoint(tiny, tmp_path, state), tmp_path)
+
+
+CONFIGS = [
+    *["no JSON", "[" * 100_000, "[]", "5", "null", "{}"],
+    *[{"architectures": odd} for odd in (5, None, {}, [], "Qwen3ForCausalLM", [["Qwen3ForCausalLM"]], [5], [None])],
+    *[{"architectures": [odd]} for odd in ("logging", "pipeline", "AutoConfig", "Trainer", "PreTrainedModel")],
+    {"architectures": ["Qwen3ForCausalLM", "Qwen3ForCausalLM"]},
+    {"architectures": ["LlamaForCausalLM"]},
+    *[{"model_type": odd} for odd in (5, None, [], "nothing", {"a": 1})],
+    *[{"num_hidden_layers": odd} for odd in ("2", -1, 1 << 40, 10**8, None, [2])],
+    *[{"hidden_size": odd} for odd in ("2", -1, 1 << 70, None, [2])],
+    *[{"dtype": odd} for odd in (5, [], {"a": 1}, "load")],
+    *[{"layer_types": odd} for odd in (5, ["nothing"], {"a": 1})],
+    {"rope_parameters": [1]},
+    {"auto_map": {"AutoConfig": "own.Own"}, "model_type": "own"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: json.dumps(config)[:60])
+def test_a_config_with_odd_values_is_one_line(tiny, config, tmp_path):
+    refused_as_source(checkpoint(tiny, tmp_path, config=config), tmp_path)
+
+
+@pytest.mark.parametrize("adapter", ["no JSON", "[]", "5"])
+def test_an_adapter_of_a_checkpoint_may_have_an_odd_config(tiny, adapter, tmp_path):
+    """Its text is copied as it is. The weights are those of the checkpoint."""
+    run([checkpoint(tiny, tmp_path, **{"adapter_config.json": adapter}), str(tmp_path / "out")])
+    assert (tmp_path / "out/adapter_config.json").read_text() == adapter
+
+
+def test_a_link_in_a_checkpoint_takes_no_file_of_this_machine(tiny, tmp_path):
+    path = checkpoint(tiny, tmp_path)
+    (tmp_path / "secret").write_text("secret")
+    os.symlink(tmp_path / "secret", f"{path}/hf/notes.txt")
+    run([path, str(tmp_path / "out")])
+    assert not (tmp_path / "out/notes.txt").exists()
+
+
+ODD_ADAPTERS = [{"peft_type": odd} for odd in (5, None, [], "nothing")] + [{"r": odd} for odd in ("x", None, [], -1)]
+ODD_ADAPTERS += [{"target_modules": 5}, {"task_type": [1]}, {"r": 1 << 70}, {"lora_alpha": "x"}, {"other": 1}]
+
+
+@pytest.mark.parametrize("odd", ODD_ADAPTERS, ids=json.dumps)
+def test_an_adapter_with_odd_values_is_one_line(tiny, odd, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.setattr(exported_models, "load_tokenizer", lambda folder: None)
+    tiny.save_pretrained(tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    values = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    values |= {"base_model_name_or_path": str(tmp_path / "base")} | odd
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(values))
+    save_file({"a": torch.zeros(1)}, tmp_path / "adapter/adapter_model.safetensors")
+    refused_as_source(str(tmp_path / "adapter"), tmp_path)
+
+
+ODD_MODELS = ["[]", "no JSON", {"text_config": 5}, {"text_config": [1]}, {"quantization_config": [5]}]
+ODD_MODELS += [{"quantization_config": odd} for odd in (5, "x", {"quant_method": 5}, {"config_groups": 5})]
+
+
+@pytest.mark.parametrize("odd", ODD_MODELS, ids=json.dumps)
+def test_a_model_with_odd_values_is_one_line(tiny, odd, tmp_path):
+    tiny.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    path.write_text(odd if isinstance(odd, str) else json.dumps(json.loads(path.read_text()) | odd))
+    refused_as_source(str(tmp_path / "model"), tmp_path)
+
+
+def refused_as_source(path: str, folder) -> None:
+    with pytest.raises(UserError) as error:
+        run([path, str(folder / "out")])
+    line = str(error.value)
+    assert re.match(r"SOURCE: |.*config.json: ", line) and "\n" not in line and len(line) < 600, line
+    assert ".tmp" not in line and not list(folder.glob("out*")), line
 
 
 # --- GGUF

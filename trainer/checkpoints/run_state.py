@@ -26,6 +26,7 @@ from trainer.checkpoints.shards import ShardReader, TensorShard, full_shards, wr
 from trainer.distributed.collectives import gather_objects, make_patient_group, together
 from trainer.distributed.pinned_memory import PinnedPool
 from trainer.errors import UserError, one_line
+from trainer.limits import read_text
 
 STATE = "state.json"
 FORMAT = 1
@@ -299,9 +300,8 @@ def read_intact_state(folder: str) -> dict:
 
 
 def read_state(folder: str) -> dict:
-    """The JSON state of a checkpoint. Raises UserError if this version cannot read it."""
-    with open(os.path.join(folder, STATE)) as file:
-        state = json.load(file)
+    """The JSON state of a checkpoint. Raises UserError if this version cannot read it, and ValueError for no JSON."""
+    state = json.loads(read_text(os.path.join(folder, STATE)))
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else None
         raise UserError("--load_checkpoint", f"{folder} has format {found!r}", f"format {FORMAT}")
@@ -370,8 +370,7 @@ def _open_all(folder: str, own: set[str]) -> tuple[dict, ShardReader, Optional[d
         reader.hash_while_reading({name: entries[name] for name in own})
         found[:] = [state, reader, None]
         if state["world_size"] == dist.get_world_size():
-            with open(os.path.join(folder, f"random-{dist.get_rank():05d}.json")) as file:
-                found[2] = json.load(file)
+            found[2] = json.loads(read_text(os.path.join(folder, f"random-{dist.get_rank():05d}.json")))
 
     _refuse_damage(folder, lambda: _fault(read))
     return tuple(found)

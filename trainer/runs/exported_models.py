@@ -5,11 +5,9 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Optional
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import (
@@ -23,7 +21,7 @@ from transformers import (
 from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints.piece_index import INDEX as PIECES
 from trainer.checkpoints.piece_index import PieceIndex
-from trainer.checkpoints.run_state import HF_FOLDER, STATE, read_state
+from trainer.checkpoints.run_state import HF_FOLDER, STATE
 from trainer.checkpoints.shards import ShardReader, full_shards, write_shards
 from trainer.errors import UserError, one_line
 from trainer.limits import read_model_config, read_text
@@ -44,6 +42,7 @@ from trainer.model_folders.model_writer import (
 from trainer.models.model_loading import load_tokenizer, resolve_model_folder
 from trainer.runs.output_folders import EXPORTED
 from trainer.runs.outputs import final_values, write_model_card
+from trainer.runs.saved_run import SavedRun, build_saved_model, in_one_line, read_saved_run
 from trainer.strategies.dtypes import DTYPES
 from trainer.training.checkpointing import FOLDER
 
@@ -83,18 +82,25 @@ def export(
     dtype = DTYPES[dtype_name] if dtype_name else None
     max_shard_bytes = int((max_shard_gb or MAX_SHARD_GB) * (1 << 30))
     try:
-        if portable:
-            write_portable(source, target)
-        elif kind == "a checkpoint":
-            write_model_of_checkpoint(source, target, dtype, max_shard_bytes)
-        elif kind == "an adapter":
-            write_merged_model(source, base, target, dtype, max_shard_bytes)
-        elif kind == "a GGUF file":
-            write_model_of_gguf(source, target, dtype, max_shard_bytes)
-        else:
-            rewrite_model(source, target, dtype, max_shard_bytes)
+        with in_one_line(f"SOURCE: {source}", "files as a run or a library writes them"):
+            if portable:
+                write_portable(source, target)
+            elif kind == "a checkpoint":
+                write_model_of_checkpoint(source, target, dtype, max_shard_bytes)
+            elif kind == "an adapter":
+                write_merged_model(source, base, target, dtype, max_shard_bytes)
+            elif kind == "a GGUF file":
+                write_model_of_gguf(source, target, dtype, max_shard_bytes)
+            else:
+                rewrite_model(source, target, dtype, max_shard_bytes)
     except OSError as error:
+        if error.errno is None:  # what transformers says of a folder
+            raise UserError("SOURCE", f"{source} cannot be read: {one_line(error)}") from None
         raise UserError("OUT", f"{error.filename or target}: {error.strerror or error}") from None
+    except UserError as error:
+        if error.where != "--load_checkpoint":  # the readers of checkpoints name the flag of a run
+            raise
+        raise UserError("SOURCE", error.found, error.allowed, error.instead) from None
     finally:
         shutil.rmtree(target + ".tmp", ignore_errors=True)
     print(f"{written} written to {target}" if portable else f"model written to {target}")
@@ -142,54 +148,53 @@ def write_portable(source: str, target: str) -> None:
 
 def write_model_of_checkpoint(source: str, target: str, dtype: Optional[torch.dtype], max_shard_bytes: int) -> None:
     """Write the model folder of a checkpoint, or the adapter folder of a LoRA run. `dtype`: None for that of the run."""
-    reader, temporary = ShardReader(source), target + ".tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    weight_files = shutil.ignore_patterns("*.safetensors", INDEX)
-    shutil.copytree(os.path.join(source, HF_FOLDER), temporary, ignore=weight_files)
-    has_config = os.path.exists(os.path.join(temporary, "config.json"))  # an adapter has none, and is in fp32
-    if dtype and has_config:
-        set_config_dtype(temporary, dtype)
-    dtype = dtype or (config_dtype(temporary) if has_config else torch.float32)
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for key in sorted(key for key in reader.shapes if key.startswith(WEIGHT)):
-            yield key.removeprefix(WEIGHT), cast(reader.read_full(key), dtype)
-
-    if os.path.exists(os.path.join(temporary, ADAPTER_CONFIG)):
-        save_adapter(weights(), temporary)
+    reader, temporary, run = ShardReader(source), target + ".tmp", read_saved_run(source)
+    names = {key: key.removeprefix(WEIGHT) for key in sorted(reader.shapes) if key.startswith(WEIGHT)}
+    texts, folder = _copy_texts(source, temporary), os.path.join(source, HF_FOLDER)
+    has_config = "config.json" in texts  # an adapter has none, and is in fp32
+    written = dtype or (config_dtype(folder) if has_config else torch.float32)
+    weights = ((name, cast(reader.read_full(key), written)) for key, name in names.items())
+    if ADAPTER_CONFIG in texts:
+        save_adapter(weights, temporary)
     else:
-        model = without_weights(temporary)
+        model = build_saved_model(folder, {name: reader.shapes[key] for key, name in names.items()})
+        if dtype:
+            set_config_dtype(temporary, dtype)
         if model:
-            flags = read_state(source).get("arguments", {})
-            model.name_or_path = pretrained_folder(flags)
-            limits = {name: flags.get(f"image_{name}") for name in EDGES}
+            model.config.dtype = written
+            model.name_or_path = pretrained_folder(run.flags)
+            limits = {name: run.flags.get(f"image_{name}") for name in EDGES}
             model.image_pixels = {name: value for name, value in limits.items() if value}
-        tensors = in_hub_format(model, weights(), dtype) if model else weights()
+        tensors = in_hub_format(model, weights, written) if model else weights
         save_safetensors_shards(tensors, temporary, max_shard_bytes)
         if model:
-            save_source_config(model, dtype, temporary)
-    write_card(source, temporary)
+            save_source_config(model, written, temporary)
+    write_card(source, run, temporary)
     commit_folder(temporary, target)
 
 
-def write_card(checkpoint: str, folder: str) -> None:
+def _copy_texts(source: str, temporary: str) -> set[str]:
+    """Copy the config, the tokenizer and the code of a checkpoint's model. Returns the names.
+
+    Only files of the manifest count: their hashes fit, so a link to another file brings nothing from this machine.
+    """
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.makedirs(temporary)
+    held = {os.path.relpath(name, HF_FOLDER) for name in store.read_manifest(source)}
+    held = {name for name in held if not name.startswith("..") and name != INDEX and not name.endswith(".safetensors")}
+    for name in held:
+        os.makedirs(os.path.dirname(os.path.join(temporary, name)), exist_ok=True)
+        shutil.copy2(os.path.join(source, HF_FOLDER, name), os.path.join(temporary, name))
+    return held
+
+
+def write_card(checkpoint: str, run: SavedRun, folder: str) -> None:
     """Write the card of a model that is made of a checkpoint: the flags of its run, and what had come out by then."""
-    state, (place, name) = read_state(checkpoint), os.path.split(os.path.realpath(checkpoint))
-    flags, progress = state.get("arguments", {}), SimpleNamespace(**state["progress"])
-    command = state.get("identity", {}).get("command", "train_sft")
-    if {"pretrain", "dataset", "lora_rank"} <= flags.keys():  # of a version that noted them
+    place, name = os.path.split(os.path.realpath(checkpoint))
+    if {"pretrain", "dataset", "lora_rank"} <= run.flags.keys():  # of a version that noted them
         in_run = os.path.basename(place) == FOLDER
-        results = final_values(os.path.dirname(place), progress.step) if in_run else {}
-        write_model_card(folder, command, flags, progress, f"that of the run until {name}", results)
-
-
-def without_weights(folder: str) -> Optional[torch.nn.Module]:
-    """Build the model of a config.json on the meta device. None if its class is not in transformers (custom code)."""
-    [name] = read_model_config(folder)["architectures"]
-    if not hasattr(transformers, name):
-        return None
-    with torch.device("meta"):
-        return getattr(transformers, name)(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        results = final_values(os.path.dirname(place), run.progress.step) if in_run else {}
+        write_model_card(folder, run.command, run.flags, run.progress, f"that of the run until {name}", results)
 
 
 def pretrained_folder(flags: dict) -> str:
