@@ -262,7 +262,7 @@ def test_a_model_card_says_what_came_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "lo')
     config = {
         "pretrain": "org/base",
-        "dataset": f"org/data,{tmp_path}",
+        "dataset": f"org/data,{tmp_path},org/more:config,org/data:other,org/some#500,org/last:config#5,gone.jsonl#5",
         "lora_rank": 8,
         "loss": "simpo",
         "reward_func": None,
@@ -273,7 +273,8 @@ def test_a_model_card_says_what_came_out(tmp_path):
         write_model_card(str(tmp_path), command, config, progress, "2 rows", results)
         _, front, card = (tmp_path / "README.md").read_text().split("---\n", 2)
         head = yaml.safe_load(front)
-        assert (head["datasets"], head["pipeline_tag"], head["library_name"]) == (["org/data"], tag, "peft")
+        assert head["datasets"] == ["org/data", "org/more", "org/some", "org/last"]
+        assert (head["pipeline_tag"], head["library_name"]) == (tag, "peft")
         for row in (
             "lora_rank | 8",
             "loss | simpo",

@@ -14,7 +14,7 @@ from typing import Optional
 
 import yaml
 
-from trainer.comma_separated import names_in
+from trainer.datasets.files.set_names import names_on_hub
 from trainer.distributed.collectives import broadcast_object, check_shared_folder, wait_for_all
 from trainer.errors import UserError, without_secrets
 from trainer.flags.common_flags import CheckpointArguments, OutputArguments
@@ -194,7 +194,6 @@ METHOD_FLAGS = (
     "add_tokens warmup_steps preset advantage_estimator reward_func reward_pretrain env loss beta teacher ref_model lora_adapter merge_adapter lora_rank lora_alpha use_dora use_rslora target_modules "
     "load_in_4bit fp8 dataset_probs dataset_flags eval_dataset eval_dataset_flags eval_fraction"
 )
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 USAGE = """```python
 from transformers import {auto_class}, {reader}
 
@@ -266,9 +265,7 @@ def write_model_card(folder: str, command: str, config: dict, progress: Progress
     if not os.path.exists(config["pretrain"]):  # the hub refuses a card whose base model is a folder
         head["base_model"] = config["pretrain"]
     head["pipeline_tag"], usage = usage_of(folder, command, config)
-    if public := [
-        name for name in names_in(config["dataset"]) if HUB_NAME.fullmatch(name) and not os.path.exists(name)
-    ]:
+    if public := names_on_hub(config["dataset"]):
         head["datasets"] = public
     front = yaml.safe_dump(head)
     with open(os.path.join(folder, "README.md"), "w", encoding="utf-8", errors="replace") as file:

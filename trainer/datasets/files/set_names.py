@@ -48,9 +48,10 @@ def check_files(names: str | None, flag: str) -> None:
 
 
 def names_on_hub(names: str | None) -> list[str]:
-    """The names of repositories among comma-separated names that `check_files` has passed."""
+    """The names of repositories among comma-separated names, each once: what is not here and may be on the hub."""
     absent = [name for name in names_in(names) if not local_paths(name)[0]]
-    return [hub_name(name.rpartition("#")[0] if FIRST_ROWS.fullmatch(name) else name)["name"] for name in absent]
+    found = [hub_name(name.rpartition("#")[0] if FIRST_ROWS.fullmatch(name) else name) for name in absent]
+    return list(dict.fromkeys(one["name"] for one in found if one))
 
 
 def local_paths(name: str) -> tuple[list[str], int | None]:
