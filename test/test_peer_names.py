@@ -9,7 +9,7 @@ import pytest
 import yaml
 from launch import ROOT
 
-from trainer.cli.__main__ import OTHERS, RANKED, run
+from trainer.cli.__main__ import OTHERS, RANKED, run, split
 from trainer.errors import UserError
 from trainer.flags.names.command_names import WORDS, command_for
 from trainer.flags.names.peer_row import PEERS
@@ -18,6 +18,7 @@ from trainer.flags.names.suggestions import ROWS, misspelled
 from trainer.flags.parse_flags import flags_of, parse_arguments
 from trainer.flags.rules import COMMANDS
 from trainer.models.losses.preference_loss import PAIR_LOSSES
+from trainer.runs import start_line
 
 RECIPES = yaml.safe_load((ROOT / "test" / "recipes" / "recipes.yaml").read_text())
 FLAGS = {
@@ -34,7 +35,7 @@ def refused(command: str, *argv: str) -> str:
 
 
 def named(text: str) -> set[str]:
-    return set(re.findall(r"--(\w+)", text)) - {"nproc_per_node", "nnodes"}  # those two are of torchrun
+    return set(re.findall(r"--(\w+)", text)) - {"nproc", "nproc_per_node", "nnodes"}  # of `trainer` and torchrun
 
 
 def test_every_flag_in_the_table_is_a_flag_of_its_commands():
@@ -57,6 +58,15 @@ def test_no_name_is_answered_twice_and_none_is_a_flag_already():
     [
         ("train_sft", "gradient_accumulation_steps", ["x accumulation x ranks: --train_batch_size 32"]),
         ("train_sft", "model_name_or_path", ["--pretrain"]),
+        (
+            "train_sft",
+            "devices",
+            ["which GPUs, and a rank for each: CUDA_VISIBLE_DEVICES=0,1 trainer COMMAND --nproc 2"],
+        ),
+        ("train_ppo", "gpus", ["CUDA_VISIBLE_DEVICES=0,1 trainer COMMAND --nproc 2"]),
+        ("train_dpo", "CUDA_VISIBLE_DEVICES", ["CUDA_VISIBLE_DEVICES=0,1 trainer COMMAND --nproc 2"]),
+        ("train_sft", "num_gpus", ["ranks on this machine, one for each GPU: trainer COMMAND --nproc N"]),
+        ("train_sft", "device=cuda:1", ["auto, cpu, cuda; CUDA_VISIBLE_DEVICES=0,1 before the command chooses GPUs"]),
         ("train_sft", "use_lora", ["a rank makes it LoRA: --lora_rank 16"]),
         ("train_sft", "data", ["--dataset"]),
         ("train_ppo", "epochs", ["--num_episodes"]),
@@ -190,6 +200,35 @@ def test_every_command_in_the_table_parses():
         if flags:
             taken = PRESETS if command == "ppo" else {*PAIR_LOSSES, "kto"}
             assert flags[0] == ("--preset" if command == "ppo" else "--loss") and flags[1] in taken, word
+
+
+@pytest.mark.parametrize(
+    ("value", "machine", "visible", "ranks"),
+    [
+        ("3", 0, None, 3),
+        ("gpu", 4, None, 4),
+        ("gpu", 4, "1,3", 2),
+        ("gpu", 2, "0,1,5", 2),
+        ("gpu", 4, "2,-1,3", 1),
+        ("auto", 4, None, 4),
+        ("auto", 0, None, 1),
+        ("gpu", 0, None, "gpu, but NVML tells of none (allowed: a number, auto)"),
+        ("gpus", 4, None, "'gpus' (allowed: the number of ranks on this machine, gpu, auto)"),
+        ("0", 4, None, "'0' (allowed: "),
+    ],
+)
+def test_nproc_may_be_the_gpus_of_this_machine(value, machine, visible, ranks, monkeypatch):
+    monkeypatch.setattr(start_line, "gpus", lambda: (start_line.GPU(9, 80),) * machine)
+    monkeypatch.setattr(start_line, "lacks_gpu", lambda: "")
+    monkeypatch.setattr("trainer.cli.__main__.lacks_gpu", lambda: "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if isinstance(ranks, int):
+        assert split(["--nproc", value, "--max_steps", "1"]) == (ranks, {}, ["--max_steps", "1"])
+    else:
+        with pytest.raises(UserError, match="--nproc: " + re.escape(ranks)):
+            split([f"--nproc={value}"])
 
 
 def test_hyphens_are_no_other_name_and_home_is_found_without_a_shell(monkeypatch, tmp_path):

@@ -19,7 +19,7 @@ from trainer.flags.names.command_names import command_for
 from trainer.flags.names.sources import naming_sources
 from trainer.help_texts import example_of
 from trainer.planning.versions import certified_line, installed, read_cards
-from trainer.runs.start_line import ANNOUNCED, announce
+from trainer.runs.start_line import ANNOUNCED, announce, lacks_gpu, num_gpus
 
 TRAINING = {name: f"train_{name}" for name in ("sft", "rm", "dpo", "ppo", "kd")}
 RANKED = {**TRAINING, "eval": "evaluate", "serve_train": "serve_train"}  # commands that start ranks
@@ -36,7 +36,8 @@ to measure: eval
 to serve:   serve_train
 besides:    {", ".join(OTHERS)}
 
---nproc N   ranks on this machine (default: 1), for commands that train, eval and serve_train
+--nproc N   ranks on this machine (default: 1), for commands that train, eval and serve_train; gpu or auto: one for
+            each GPU, where auto is 1 without a GPU
 {", ".join(f"--{name}" for name in NODE_FLAGS)}: as torchrun has them, for several machines
 
 trainer COMMAND --help   an example, and all flags
@@ -79,10 +80,20 @@ def split(argv: list[str]) -> tuple[int, dict[str, str], list[str]]:
             own[name.removesuffix("_per_node")] = value if has_value else next(rest, "")
         else:
             flags.append(word)
-    num_ranks = own.pop("nproc", "1")
-    if not num_ranks.isdecimal() or int(num_ranks) < 1:
-        raise UserError("--nproc", repr(num_ranks), "the number of ranks on this machine")
-    return int(num_ranks), own, flags
+    return ranks_of(own.pop("nproc", "1")), own, flags
+
+
+def ranks_of(value: str) -> int:
+    """The number of ranks that a value of --nproc means: one for each GPU with gpu, and with auto where there are some."""
+    if value == "auto":
+        return num_gpus() or 1
+    if value == "gpu":
+        value = str(num_gpus())
+        if value == "0":
+            raise UserError("--nproc", f"gpu, but {lacks_gpu() or 'NVML tells of none'}", "a number, auto")
+    if not value.isdecimal() or int(value) < 1:
+        raise UserError("--nproc", repr(value), "the number of ranks on this machine, gpu, auto")
+    return int(value)
 
 
 @contextlib.contextmanager

@@ -44,6 +44,9 @@ ALLOWED = {
     bool: "true or false",
 }
 
+# of single flags, where more than the values of its type helps
+ALLOWED_OF = {"device": "auto, cpu, cuda; CUDA_VISIBLE_DEVICES=0,1 before the command chooses GPUs"}
+
 
 class _Help(DefaultHelpFormatter):
     """Each flag with its text and its default, without the names of types."""
@@ -276,7 +279,8 @@ def _as_user_error(message: str, command: str, fields: dict[str, dataclasses.Fie
     field = fields.get(name)
     if not (value and field):
         return UserError(f"--{name}", detail)
-    return UserError(f"--{name}", next(filter(None, value.groups())), _allowed(field.metadata["type"] or field.type))
+    allowed = ALLOWED_OF.get(name) or _allowed(field.metadata["type"] or field.type)
+    return UserError(f"--{name}", next(filter(None, value.groups())), allowed)
 
 
 def _allowed(kind: Any) -> str:

@@ -88,6 +88,14 @@ def gpus() -> tuple[GPU, ...]:
     return tuple(found)
 
 
+def num_gpus() -> int:
+    """The GPUs that torch will see: those of CUDA_VISIBLE_DEVICES, which ends at the first that is none."""
+    if lacks_gpu():
+        return 0
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(gpus()) if named is None else min(len(gpus()), len(named.partition("-1")[0].strip(",").split(",")))
+
+
 def has_gpu() -> bool:
     """Whether torch will find a GPU, as far as this is seen without torch."""
     return os.path.exists("/dev/nvidiactl") and not lacks_gpu()
