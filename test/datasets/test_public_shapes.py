@@ -398,9 +398,8 @@ def as_in_a_file(value):
 
 @pytest.mark.parametrize("task", ["pairs", "answer", "sft"])
 def test_two_answers_in_a_row_are_refused(task, tmp_path):
-    row = {**talk(ANSWER), "chosen": "c", "rejected": "d", "completion": "c"} | (
-        {"label": 1} if task == "answer" else {}
-    )
+    row = {**talk(ANSWER), "completion": "c"}
+    row |= {"label": 1} if task == "answer" else {"chosen": "c", "rejected": "d"}
     keys = {"input_key": "messages", "output_key": "completion", "apply_chat_template": True} if task == "sft" else {}
     with pytest.raises(UserError, match=r"row 1: --(input|prompt)_key messages: ends with an assistant message"):
         tokenize(task, [row], tmp_path, "BPE", **keys)

@@ -8,7 +8,7 @@ from trainer.datasets.batches.global_batches import GlobalBatchLoader
 from trainer.datasets.batches.sequence_split import natural_order, split_micro_batch
 from trainer.datasets.demos.demo import make_demo
 from trainer.datasets.samples.preference import tokenize_preference
-from trainer.datasets.samples.unpaired import collate_unpaired, render_answer, tokenize_unpaired, unpair
+from trainer.datasets.samples.unpaired import collate_unpaired, render_answer, tokenize_unpaired
 from trainer.errors import UserError
 
 OPTIONS = {"flag": "--dataset", "prompt_key": None, "input_template": None, "apply_chat_template": False, "max_len": 32}
@@ -59,8 +59,7 @@ def test_pairs_taken_apart_have_the_tokens_of_the_pairs(tokenizer):
     (pair,) = tokenize_preference(
         pairs, tokenizer, **OPTIONS, chosen_key="chosen", rejected_key="rejected", margin_key=None
     )[0]
-    rows = unpair(pairs, "chosen", "rejected", "completion", "label")
-    samples, _ = tokenize_unpaired(rows, tokenizer, **OPTIONS, **KEYS)
+    samples, _ = tokenize_unpaired(pairs, tokenizer, **OPTIONS, **KEYS)
     assert [sample["input_ids"] for sample in samples] == [pair["chosen_ids"], pair["rejected_ids"]]
     assert [sample["loss_mask"] for sample in samples] == [pair["chosen_mask"], pair["rejected_mask"]]
     assert list(samples["label"]) == [True, False]

@@ -88,7 +88,7 @@ class SingleAnswerArguments:
 
     desirable_weight: float = arg(1.0, "kto: weight of the losses of desirable answers", type="PositiveFloat")
     undesirable_weight: float = arg(1.0, "kto: weight of the losses of undesirable answers", type="PositiveFloat")
-    completion_key: str = arg("completion", "kto: column of the answer; without it, pairs become single answers")
+    completion_key: str = arg("completion", "kto: column of the answer; a row that is a pair becomes two answers")
     label_key: str = arg("label", "kto: column that says whether the answer is desirable")
 
 

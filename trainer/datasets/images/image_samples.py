@@ -40,6 +40,7 @@ from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.prompts import COLUMN as REWARD_COLUMN
 from trainer.datasets.samples.prompts import with_columns
 from trainer.datasets.samples.sets import Sets
+from trainer.datasets.shapes.columns import ROW
 from trainer.datasets.shapes.row_reader import SFT
 from trainer.errors import UserError
 
@@ -227,7 +228,7 @@ def _known(row: Any) -> list:
 def _tokenize_row(
     row: Any, index: int, *, tokenize: Callable, tokenizer: Any, processor: Any, options: Any, flag: str, **others
 ) -> dict[str, Any]:
-    with within(f"{flag} row {index // others.get('num_answers', 1) + 1}"):
+    with within(f"{flag} row {row.get(ROW, index) + 1}"):
         row = options.reader.read(row)
         sources = sources_of(row)
         row = with_marks(row, options.answers, len(sources))

@@ -27,8 +27,7 @@ class Part:
             return samples
         digests = samples.select_columns(["digest"]).with_format("arrow")[:]["digest"].dictionary_encode()
         kinds = np.concatenate([chunk.indices.to_numpy() for chunk in digests.unify_dictionaries().chunks])
-        # several samples may be of one row of the data
-        first = np.flatnonzero(np.diff(column_of(samples, "row"), prepend=-1))
+        first = first_of_rows(samples)
         sizes = np.diff(first, append=len(kinds))
         together = first[:, None] + np.minimum(np.arange(sizes.max(initial=1)), sizes[:, None] - 1)
         evaluated = evaluation_mask(_connected(kinds[together]), self.fraction, self.seed, self.limit)
@@ -36,6 +35,11 @@ class Part:
 
 
 WHOLE = Part()
+
+
+def first_of_rows(samples: Dataset) -> np.ndarray:
+    """The place of the first sample of each row of the data, (rows,). Several samples may be of one row."""
+    return np.flatnonzero(np.diff(column_of(samples, "row"), prepend=-1))
 
 
 def _connected(kinds: np.ndarray) -> np.ndarray:

@@ -28,6 +28,7 @@ from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.samples.sft_samples import render_sample
+from trainer.datasets.shapes.answer_rows import SIDES
 from trainer.datasets.shapes.columns import ANSWERS, BEFORE_ANSWER, BESIDE_ANSWER, CHOSEN, CONVERSATIONS, REJECTED
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.prompt_part import is_answer
@@ -36,7 +37,6 @@ from trainer.datasets.shapes.row_reader import PAIRS
 from trainer.datasets.shapes.row_refusals import refuse_other_sets
 from trainer.errors import UserError
 
-SIDES = ("chosen", "rejected")
 SENTENCE = (
     "{num_rows} rows: {num_samples} pairs, excluded {num_identical} with identical answers, "
     "{num_empty} with an empty one and {num_cut_away} cut away by --max_len; "

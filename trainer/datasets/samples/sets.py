@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, concatenate_datasets
 
 from trainer.datasets.files.mixing import joined, mix, without_types
+from trainer.datasets.samples.parts import first_of_rows
 from trainer.datasets.shapes.notes import NOTE
 
 
@@ -44,11 +45,11 @@ class Sets:
 
         A row may have given several tokenized rows, which stay together. `row` is the number of the row in this order.
         """
-        sizes = [len(found) // len(rows) for found, rows in zip(tokens, self.rows, strict=True)]
         starts = np.cumsum([0, *map(len, tokens)])
+        firsts = [first_of_rows(found) for found in tokens]
         places = [
-            Dataset.from_dict({"first": np.arange(start, start + len(found), size), "size": np.full(len(rows), size)})
-            for start, found, rows, size in zip(starts, tokens, self.rows, sizes)
+            Dataset.from_dict({"first": start + first, "size": np.diff(first, append=len(found))})
+            for start, found, first in zip(starts, tokens, firsts)
         ]
         order = joined(places, self.odds, self.seed).with_format("numpy")
         first, size = order["first"][:], order["size"][:]

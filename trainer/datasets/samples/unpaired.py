@@ -28,9 +28,22 @@ from trainer.datasets.samples.ledger import Ledger
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.samples.sft_samples import render_sample
-from trainer.datasets.shapes.columns import ANSWERS, CONVERSATIONS, LABELS, MORE_ANSWERS
+from trainer.datasets.shapes.answer_rows import PAIR_FLAGS, SIDES
+from trainer.datasets.shapes.columns import (
+    ANSWERS,
+    CHOSEN,
+    CONVERSATIONS,
+    LABELS,
+    MORE_ANSWERS,
+    REJECTED,
+    ROW,
+    SIDE,
+    VERDICTS,
+    plain_name,
+)
+from trainer.datasets.shapes.columns import EMPTY as NO_VALUE
 from trainer.datasets.shapes.notes import NOTE
-from trainer.datasets.shapes.row_reader import ANSWER
+from trainer.datasets.shapes.row_reader import ANSWER, RowReader
 from trainer.datasets.shapes.row_refusals import refuse_other_sets
 from trainer.errors import UserError
 
@@ -41,18 +54,29 @@ SENTENCE = (
 )
 
 
-def unpair(rows: Dataset, chosen_key: str, rejected_key: str, completion_key: str, label_key: str) -> Dataset:
-    """Turn each pair into two rows: the chosen answer (label true), then the rejected answer (label false)."""
+def unpair(rows: Dataset, pair: list[str], single: list[str]) -> Dataset:
+    """The rows, with each pair twice: for its chosen answer, then for its rejected one, as the column SIDE says.
 
-    def two_rows(batch: dict) -> dict:
-        pairs = list(zip(batch[chosen_key], batch[rejected_key]))
-        others = {name: values for name, values in batch.items() if name not in (chosen_key, rejected_key)}
-        twice = {name: [value for value in values for _ in range(2)] for name, values in others.items()}
-        labels = [True, False] * len(pairs)
-        return {**twice, completion_key: [side for pair in pairs for side in pair], label_key: labels}
-
+    `pair` are columns of pairs, `single` those of single answers and labels. ROW is the number of the row in `rows`.
+    """
+    sides: list[str | None] = []
+    places: list[int] = []
+    for number, row in enumerate(rows.select_columns([*pair, *single])):
+        own = SIDES if _is_pair(row, pair, single) else (None,)
+        sides += own
+        places += [number] * len(own)
+    if not any(sides):
+        return rows
     with quiet():
-        return rows.map(two_rows, batched=True, remove_columns=rows.column_names)
+        made = rows.select(places).add_column(SIDE, sides, feature=Value("string"))
+        return made.add_column(ROW, places, feature=Value("int64"))
+
+
+def _is_pair(row: dict, pair: list[str], single: list[str]) -> bool:
+    """Whether a row is a pair, perhaps of two empty texts, or one that lacks an answer."""
+    if any(row[name] not in NO_VALUE for name in pair):
+        return True
+    return all(row[name] is not None for name in pair) and all(row[name] in NO_VALUE for name in single)
 
 
 def tokenize_unpaired(
@@ -92,23 +116,32 @@ def answer_tokens(
 ) -> Dataset:
     """The tokens of every row of one set, also of those that are not trained: see `tokenize_unpaired`.
 
-    Rows with pairs and without a column of single answers become two answers each.
+    A row is a pair, which becomes two answers, or it has a single answer and a label.
     """
-    is_pairs = completion_key not in rows.column_names and {chosen_key, rejected_key} <= set(rows.column_names)
-    if is_pairs:
-        _refuse_own_labels(rows, label_key, ignore_columns, flag)
-        rows = unpair(rows, chosen_key, rejected_key, completion_key, label_key)
-    columns = rows.column_names
-    if label_key == "label" and label_key not in columns and "kto_tag" in columns:
-        label_key = "kto_tag"  # LLaMA-Factory
+    columns = [name for name in rows.column_names if name not in names_in(ignore_columns)]
+    labels = [label_key, *(name for name in LABELS if name != label_key)] if label_key in LABELS else [label_key]
     keys = {"--prompt_key": prompt_key, "--completion_key": completion_key}
-    known = completion_key == "completion" and any(
-        name in columns for name in (*ANSWERS, *MORE_ANSWERS, *CONVERSATIONS)
+    pair_keys = dict(zip(PAIR_FLAGS, (chosen_key, rejected_key)))
+    pair = _pair_columns(columns, pair_keys, {completion_key, label_key})
+    if pair:
+        rows = unpair(rows, pair, [name for name in (completion_key, *labels) if name in columns])
+    has_pairs = SIDE in rows.column_names
+    known = completion_key == "completion" and (
+        has_pairs or any(name in columns for name in (*ANSWERS, *MORE_ANSWERS, *CONVERSATIONS))
     )
     if not known and not column_of_key(columns, completion_key):
         refuse_other_sets(columns, flag)
-    check_keys(columns, flag, {**({} if known else keys), "--prompt_key": prompt_key, "--label_key": label_key})
-    reading = {"ignored": ignore_columns, "system": system, "taken": (label_key,)}
+    needed = {} if known else dict(keys)
+    if not (label_key in LABELS and (has_pairs or any(name in columns for name in labels))):
+        needed |= {"--label_key": label_key}
+    needed |= {name: key for name, key in pair_keys.items() if key != name[2:-4]}
+    check_keys(columns, flag, {"--prompt_key": prompt_key, **needed})
+    reading = {
+        "ignored": ignore_columns,
+        "system": system,
+        "taken": tuple(labels),
+        "pair_keys": (chosen_key, rejected_key),
+    }
     options = answer_options(
         rows, tokenizer, ANSWER, keys, ("completion",), input_template, apply_chat_template, max_len, **reading
     )
@@ -116,24 +149,23 @@ def answer_tokens(
         rows,
         _tokenize_row,
         folder="trainer_unpaired",
-        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), label_key, is_pairs],
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), "each row decides"],
         features=_features(),
         num_proc=num_proc,
         tokenizer=tokenizer,
         options=options,
-        label_key=label_key,
         flag=flag,
-        num_answers=1 + is_pairs,
-        source={completion_key: f"{chosen_key} and {rejected_key}"} if is_pairs else {},
     )
 
 
-def _refuse_own_labels(rows: Dataset, label_key: str, ignored: str | None, flag: str) -> None:
-    """Raise UserError for a column of labels in rows of pairs, whose answers have the labels true and false."""
-    for name in {label_key, *LABELS} & set(rows.column_names) - set(names_in(ignored)):
-        if any(value is not None for value in rows[name]):
-            found = "a label of its own, and pairs are labelled by which answer is chosen"
-            raise UserError(f"{flag} column {name}", found, f"{IGNORE} {name}")
+def _pair_columns(columns: list[str], keys: dict[str, str], others: set[str]) -> list[str]:
+    """The columns that may hold the answers of a pair. None without one for the rejected answer, or if `others` has one."""
+    names = [
+        [name for name in ((key, *known) if key == flag[2:-4] else (key,)) if name in columns]
+        for (flag, key), known in zip(keys.items(), (CHOSEN, REJECTED))
+    ]
+    found = list(dict.fromkeys([*names[0], *names[1]]))
+    return found if names[1] and not others & set(found) else []
 
 
 def _features() -> Features:
@@ -144,28 +176,13 @@ def _features() -> Features:
     return Features({**tokens, **numbers, **flags, **texts})
 
 
-def _tokenize_row(
-    row: Any,
-    index: int,
-    *,
-    tokenizer: Any,
-    options: AnswerOptions,
-    label_key: str,
-    flag: str,
-    num_answers: int,
-    source: dict[str, str],
-) -> dict[str, Any]:
-    """`source`: the columns of a pair from which a column was made."""
-    index //= num_answers
+def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, flag: str) -> dict[str, Any]:
+    index = getattr(row, "columns", row).get(ROW, index)  # a row with images was read before
     with within(f"{flag} row {index + 1}"):
         row = options.reader.read(row)
-        found = lookup(row.columns, label_key)
-        label = truth_value(found)
+        side = row.columns.get(SIDE)
+        label = side == "chosen" if side else _label(row.columns, options.reader)
         ids, mask = tokenize_answer(row, "completion", tokenizer, options)
-        if label is None:
-            raise UserError(f"--label_key {label_key}", repr(found), "true or false, 1 or 0")
-    for made, columns in source.items():
-        row.notes.shape = row.notes.shape.replace(f"{made} -> ", f"{columns} -> ")
     note_lost(row.notes, tokenizer, row.data(), ids)
     cut, cut_mask = ids[: options.max_len], mask[: options.max_len]
     fate = KEPT if any(cut_mask) else CUT_AWAY if any(mask) else EMPTY
@@ -183,6 +200,22 @@ def _tokenize_row(
         "control_tokens": holds_controls(tokenizer, *row.texts()),
         NOTE: row.notes.as_text(),
     }
+
+
+def _label(row: Any, reader: RowReader) -> bool:
+    """Whether a single answer is good. Raises UserError for no label, and for two that contradict each other."""
+    values = {name: lookup(row, name) for name in reader.taken if name not in reader.ignored}
+    key, value = next(((n, v) for n, v in values.items() if v not in NO_VALUE), (reader.taken[0], None))
+    label = truth_value(value)
+    if label is None:
+        found = "no value, and no pair" if value is None else repr(value)
+        raise UserError(f"--label_key {key}", found, "true or false, 1 or 0")
+    others = [name for name in row if plain_name(name) in VERDICTS and name not in reader.ignored]
+    for other in others if key in LABELS else ():
+        if truth_value(row[other]) not in (None, label):
+            found = f"{value!r} and {row[other]!r}"
+            raise UserError(f"columns {key} and {other}", found, f"one label; {IGNORE} with one of them")
+    return label
 
 
 def mismatched(sample: dict, max_len: int) -> dict:

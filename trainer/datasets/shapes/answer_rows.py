@@ -1,14 +1,17 @@
 """Read rows of preferences: pairs of answers, and single answers that are good or bad."""
 
+from dataclasses import replace
 from typing import Any
 
-from trainer.datasets.conversations.messages import CALL, role_of
+from trainer.datasets.conversations.messages import CALL, IGNORE, role_of
 from trainer.datasets.rows import column_of_key
 from trainer.datasets.shapes.columns import (
     ANSWERS,
     BEFORE_ANSWER,
     BESIDE_ANSWER,
     CHOSEN,
+    EMPTY,
+    LABELS,
     MORE_ANSWERS,
     REJECTED,
     Columns,
@@ -20,6 +23,7 @@ from trainer.datasets.shapes.row_refusals import no_question
 from trainer.datasets.shapes.transcripts import is_transcript, turns_of
 from trainer.errors import UserError
 
+SIDES, PAIR_FLAGS = ("chosen", "rejected"), ("--chosen_key", "--rejected_key")
 ENDS_WITH_ANSWER = "ends with an assistant message, and its answer is beside it"
 
 
@@ -40,7 +44,7 @@ def read_pair(reader: Reading, columns: Columns, notes: Notes) -> Found:
     for side, label in zip(sides, labels):
         if side is None:
             raise UserError(label, "no value", "a text, or messages")
-    return _with_answers(reader, columns, notes, prompt, dict(zip(("chosen", "rejected"), sides)), keys)
+    return _with_answers(reader, columns, notes, prompt, dict(zip(SIDES, sides)), keys)
 
 
 def _split_answer(prompt: PromptPart, rejected: Any) -> tuple[Any, str]:
@@ -59,6 +63,9 @@ def _split_answer(prompt: PromptPart, rejected: Any) -> tuple[Any, str]:
 
 
 def read_answer(reader: Reading, columns: Columns, notes: Notes) -> Found:
+    """A single answer, or one side of a pair."""
+    if columns.side:
+        return _read_side(reader, columns, notes)
     [key], [flag] = reader.answer_keys, reader.answer_flags
     name = key if column_of_key(columns.row, key) else None
     prompt = prompt_of(reader, columns, notes)
@@ -70,6 +77,23 @@ def read_answer(reader: Reading, columns: Columns, notes: Notes) -> Found:
             raise UserError(flag, f"no key {key!r} in the row", ", ".join(columns.row))
     answer = None if name is None else answer_of(reader, columns, name, f"{flag} {name}")
     return _with_answers(reader, columns, notes, prompt, {"completion": answer}, [name])
+
+
+def _read_side(reader: Reading, columns: Columns, notes: Notes) -> Found:
+    """The answer of a pair that is `columns.side`. Raises UserError for a row that has a label or a single answer too."""
+    for name in (*LABELS, *reader.taken):
+        if columns.row.get(name) not in EMPTY:
+            found = "a label of its own, and pairs are labelled by which answer is chosen"
+            raise UserError(f"column {name}", found, f"{IGNORE} {name}")
+    found = read_pair(replace(reader, answer_keys=reader.pair_keys, answer_flags=PAIR_FLAGS), columns, notes)
+    if name := columns.filled(reader.answer_keys):
+        raise UserError(f"column {name}", "a single answer beside a pair", f"{IGNORE} with one of them")
+    pair = [source for source, part in found.says if part in SIDES]
+    found.says = [(source, part) for source, part in found.says if part not in SIDES]
+    found.says.append((" and ".join(pair), "completion"))
+    found.where["completion"] = found.where[columns.side]
+    found.parts = {"prompt": found.parts["prompt"], "completion": found.parts[columns.side]}
+    return found
 
 
 def _with_answers(

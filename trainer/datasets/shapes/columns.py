@@ -25,6 +25,19 @@ CHOSEN = ("chosen", "chosen_response", "preferred_output")
 REJECTED = ("rejected", "rejected_response", "rejected_messages", "non_preferred_output")
 BESIDE_ANSWER = "rejected_response"  # ms-swift: then an answer is the chosen one
 LABELS = ("label", "kto_tag")  # true for a good answer
+# columns that say the same as LABELS, without case and underscores: see `plain_name`
+VERDICTS = (
+    "label",
+    "labels",
+    "ktotag",
+    "desirable",
+    "isdesirable",
+    "preferred",
+    "ispreferred",
+    "good",
+    "isgood",
+    "thumbsup",
+)
 WRITE_PAIRS = "rows of prompt, chosen and rejected"
 # columns of public sets whose rows are not read as they are, and the rows to write
 OTHER_SETS = {
@@ -73,7 +86,8 @@ TEMPLATE_ARGS = "chat_template_kwargs"  # of a row, as in TRL
 ADDED += ("rejected_images", TEMPLATE_ARGS, *WEIGHTS)
 EMPTY = (None, "", [], {}, "[]", "{}", "null")
 MARKS = ("<image>", "<video>", "<audio>")  # in texts of rows that have such a column
-UNSEEN = (FOLDER,)  # our own columns
+SIDE, ROW = "(side)", "(row)"  # of a row made from a pair: chosen or rejected, and the number of the pair's row
+UNSEEN = (FOLDER, SIDE, ROW)  # our own columns
 
 
 def plain_name(name: str) -> str:
@@ -97,6 +111,7 @@ class Columns:
 
     def __init__(self, row: Any, ignored: tuple[str, ...] = (), taken: tuple[str, ...] = ()):
         hidden = {*UNSEEN, *ignored}
+        self.side = row.get(SIDE)
         self.names = [name for name in row if name not in hidden]
         self.row = {name: value for name, value in row.items() if name not in hidden and _has_value(name, value)}
         self.empty = {name for name in self.names if row[name] is not None} - self.row.keys()  # conversations

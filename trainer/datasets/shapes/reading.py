@@ -31,6 +31,7 @@ class Reading:
     answer_keys: tuple[str, ...] = ()  # sft: of the answer, if named; pairs: chosen, rejected; answer: of its answer
     prompt_flag: str = "--input_key"
     answer_flags: tuple[str, ...] = ()
+    pair_keys: tuple[str, ...] = ()  # answer: of the two answers of a row that is a pair
     ignored: tuple[str, ...] = ()  # columns and keys of messages that --ignore_columns names
     taken: tuple[str, ...] = ()  # columns that something else reads: a label, a margin, a reward
     system: str | None = None  # of conversations that have none: --system
