@@ -70,7 +70,6 @@ def test_no_name_is_answered_twice_and_none_is_a_flag_already():
         ("train_sft", "use_lora", ["a rank makes it LoRA: --lora_rank 16"]),
         ("train_sft", "data", ["--dataset"]),
         ("train_ppo", "epochs", ["--num_episodes"]),
-        ("train_sft", "num_gpus", ["--nproc_per_node"]),
         ("train_dpo", "reference_free", ["simpo and orpo have no reference"]),
         ("train_ppo", "gae_lambda", ["--lambd"]),
         ("train_sft", "num_train_epochs", ["--max_epochs"]),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from trainer.comma_separated import names_in
 from trainer.distributed.mesh_sizes import MICRO_BATCH_SIZE
 from trainer.entry import end_in_a_line_at_sigterm, quiet_libraries
 from trainer.errors import UserError
@@ -93,7 +94,7 @@ def num_gpus() -> int:
     if lacks_gpu():
         return 0
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len(gpus()) if named is None else min(len(gpus()), len(named.partition("-1")[0].strip(",").split(",")))
+    return len(gpus()) if named is None else min(len(gpus()), len(names_in(named.partition("-1")[0])))
 
 
 def has_gpu() -> bool:
