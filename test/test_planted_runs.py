@@ -12,6 +12,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from trainer import limits
 from trainer.compare.certificates import plain_replay, verification
 from trainer.compare.certificates.certificate_checks import check_files, check_saved
 from trainer.compare.certificates.rights import PLAIN_TEXTS, READ_HERE, SWITCHES, is_value
@@ -291,6 +292,30 @@ def test_a_model_card_says_what_came_out(tmp_path):
     write_model_card(str(tmp_path), "train_sft", config, progress, "2 rows", {})
     card = (tmp_path / "README.md").read_text()
     assert "pipeline_tag: image-text-to-text" in card and "AutoModelForImageTextToText, AutoProcessor" in card
+
+
+ROWS = ["[" * 100_000, "5", "[1]", "null", '{"step": 9}', '{"step": 1, "loss": "x"}', '{"step": "1", "loss": 3.5}']
+ROWS += ['{"step": 1, "loss": NaN}', '{"step": 1, "loss": -Infinity}', '{"step": NaN, "loss": 3.5}', '{"loss": 3.5}']
+ROWS += [
+    f'{{"step": {"9" * 5000}, "loss": 3.5}}',
+    '{"step": true, "loss": 3.5}',
+    '{"step": 1, "loss": {"a": 1.5}}',
+    "\xff",
+]
+ROWS += [f'{{"step": 1, "eval_{"a" * 300}": 1.5}}', '{"step": 1, "loss": true}']
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[:40])
+def test_results_of_a_strangers_run_are_finite_numbers_of_its_steps(tmp_path, row):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "reward": 0.5}\n' + row.encode("latin-1") + b"\n")
+    assert final_values(str(tmp_path), 2) == {"reward": 0.5}
+
+
+def test_a_line_of_a_strangers_run_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setitem(limits.DEFAULTS, "row_mb", (1, "MB"))
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 0.5}' + b" " * (1 << 20) + b"\n")
+    with pytest.raises(UserError, match="row_mb"):
+        final_values(str(tmp_path))
 
 
 def test_a_rank_without_an_address_is_one_line(monkeypatch):

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from typing import Optional
 
 import torch

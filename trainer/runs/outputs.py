@@ -18,10 +18,12 @@ from trainer.datasets.files.set_names import names_on_hub
 from trainer.distributed.collectives import broadcast_object, check_shared_folder, wait_for_all
 from trainer.errors import UserError, without_secrets
 from trainer.flags.common_flags import CheckpointArguments, OutputArguments
+from trainer.limits import lines_of
 from trainer.metrics import METRICS_FILE, MetricsLog
 from trainer.model_folders.model_writer import PROCESSORS_OF_IMAGES
 from trainer.models.cpu_matmul import chosen
 from trainer.planning.versions import version_of
+from trainer.reports.run_rows import is_number
 from trainer.runs.output_folders import LOCK_FILE, make_writable, open_folder, trackers_of
 from trainer.training.checkpointing import Checkpoints, Progress, SavePolicy
 
@@ -194,6 +196,7 @@ METHOD_FLAGS = (
     "add_tokens warmup_steps preset advantage_estimator reward_func reward_pretrain env loss beta teacher ref_model lora_adapter merge_adapter lora_rank lora_alpha use_dora use_rslora target_modules "
     "load_in_4bit fp8 dataset_probs dataset_flags eval_dataset eval_dataset_flags eval_fraction"
 )
+MOST_OF_NAME = 200  # characters of the name of an evaluation
 USAGE = """```python
 from transformers import {auto_class}, {reader}
 
@@ -223,18 +226,23 @@ def save_model(
 
 
 def final_values(output_dir: str, step: float = math.inf) -> dict[str, float]:
-    """The last loss, reward and evaluation of a run up to `step`, from its metrics.jsonl."""
+    """The last loss, reward and evaluation of a run up to `step`, from its metrics.jsonl. Others may have written it."""
     last: dict = {}
     path = os.path.join(output_dir, METRICS_FILE)
     if not os.path.isfile(path):  # a checkpoint that was moved out of its run
         return {}
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with contextlib.suppress(ValueError, TypeError, AttributeError):  # a line that is not whole
-                row = json.loads(line)
-                last |= row if row.get("step", 0) <= step else {}
-    named = {name: value for name, value in last.items() if name in ("loss", "reward") or name.startswith("eval_")}
-    return {name: value for name, value in named.items() if isinstance(value, float) and name != "eval_time"}
+    for line in lines_of(path):
+        with contextlib.suppress(ValueError, RecursionError):  # a line that is not whole
+            row = json.loads(line)
+            if isinstance(row, dict) and is_number(at := row.get("step")) and at <= step:
+                last |= {name: value for name, value in row.items() if _is_result(name)}
+    return {name: value for name, value in last.items() if isinstance(value, float) and is_number(value)}
+
+
+def _is_result(name: str) -> bool:
+    return name in ("loss", "reward") or (
+        name.startswith("eval_") and name != "eval_time" and len(name) <= MOST_OF_NAME
+    )
 
 
 def usage_of(folder: str, command: str, config: dict) -> tuple[str, str]:
