@@ -2,12 +2,14 @@
 
 import errno
 import json
+import math
 import os
 
 import pytest
 import torch
 import transformers
 
+from trainer import limits
 from trainer.errors import UserError
 from trainer.metrics import METRICS_FILE, MOST_WAITING, MetricsLog, MetricSum, flops_per_token, full_size, peak_flops
 
@@ -97,3 +99,28 @@ def test_a_damaged_line_is_told_at_the_start(tmp_path, damage, capsys):
     assert "metrics.jsonl line 2 is damaged: it is no row of a run" in capsys.readouterr().out
     with pytest.raises(UserError, match="line 2: is damaged"):
         MetricsLog(str(tmp_path), needs_whole=True)
+
+
+STEP = {"step": 2, "loss": 1.5, "grad_norm": math.nan, "batch_hash": "a"}
+ODD_ROWS = [STEP | {"loss": "x"}, STEP | {"grad_norm": None}, STEP | {"batch_hash": 5}, STEP | {"step": "2"}]
+ODD_ROWS += [{"loss": 1.5}, {"step": 2, "loss": 1.5}, STEP | {"step": True}, STEP | {"step": 1 << 60}, {"step": -1}]
+ODD_ROWS += [{"event": "start", name: 5} for name in ("config", "mesh", "versions", "data")]
+ODD_ROWS += [{"event": "start", "total_steps": "x"}, {"event": 5}, {"event": "resume", "step": None}]
+
+
+@pytest.mark.parametrize("row", ODD_ROWS, ids=json.dumps)
+def test_a_row_with_values_that_no_run_writes_is_told_at_the_start(tmp_path, row, capsys):
+    """With --certificate, the certificate would find it after the last step."""
+    path = tmp_path / METRICS_FILE
+    path.write_text(f"{json.dumps(STEP)}\n{json.dumps(row)}\n")
+    MetricsLog(str(tmp_path)).close()
+    assert "metrics.jsonl line 2 is damaged: it is no row of a run" in capsys.readouterr().out
+    with pytest.raises(UserError, match="line 2: is damaged"):
+        MetricsLog(str(tmp_path), needs_whole=True)
+
+
+def test_a_line_beyond_the_limit_is_told_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setitem(limits.DEFAULTS, "row_mb", (1, "MB"))
+    (tmp_path / METRICS_FILE).write_bytes(b" " * (1 << 21) + b"\n")
+    with pytest.raises(UserError, match="row_mb"):
+        MetricsLog(str(tmp_path))

@@ -10,10 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from trainer.errors import Interrupted, UserError
+from trainer.limits import lines_of
 from trainer.mirrors import Mirrors
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"  # the samples of train_ppo
+# what readers of rows count on, by name; a row of a step has all of OF_STEP
+KINDS = {
+    "event": str, "step": int, "total_steps": int, "config": dict, "mesh": (dict, type(None)), "versions": (dict, type(None)),
+    "data": (dict, type(None)), "loss": (float, int), "grad_norm": (float, int), "batch_hash": str,
+}  # fmt: skip
+OF_STEP = ("step", "loss", "grad_norm", "batch_hash")
 MOST_WAITING = 100  # rows that wait for a disk with space, until the run saves and ends
 # dense bf16 peak FLOP/s by words of the device's name, from the makers' data sheets; the first entry that fits counts
 PEAK_FLOPS = (
@@ -171,23 +178,43 @@ class Rows:
 
 def _remove_torn_line(path: str) -> None:
     """Remove a last line without a line end. A run that was killed while it wrote leaves such a line."""
+    end = 0
+    for line in lines_of(path) if os.path.exists(path) else ():
+        end += len(line) if line.endswith(b"\n") else 0
     if os.path.exists(path):
-        with open(path, "rb+") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
+        os.truncate(path, end)
 
 
 def _tell_damaged_line(path: str, is_error: bool) -> None:
     """Say which line of an existing file is no row, or raise UserError."""
-    for number, line in enumerate(open(path, "rb") if os.path.exists(path) else (), start=1):  # noqa: SIM115
+    for number, line in enumerate(lines_of(path) if os.path.exists(path) else (), start=1):
         try:
-            if isinstance(json.loads(line), dict):
-                continue
-        except (ValueError, RecursionError):
-            pass
-        found = "is damaged: it is no row of a run"
+            row_of(line)
+            continue
+        except (ValueError, RecursionError) as fault:
+            found = "is damaged: it is no row of a run" + (f" ({fault})" if isinstance(fault, OddRow) else "")
         if is_error:
             raise UserError(f"{path} line {number}", found, "the file as it was written, or no --certificate")
         print(f"{path} line {number} {found}. The run goes on; programs that read this file may refuse it", flush=True)
+
+
+class OddRow(ValueError):
+    """A row has a value that no run writes. The text says which."""
+
+
+def row_of(line: bytes | str) -> dict:
+    """A row of metrics.jsonl. Raises ValueError or RecursionError for no JSON, and OddRow for values no run writes."""
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise OddRow(f"{str(row)[:40]!r} is no object")
+    wanted = OF_STEP if "event" not in row and "loss" in row else ()
+    for name in (name for name in KINDS if name in row or name in wanted):
+        value, kinds = row.get(name), KINDS[name]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and name != "event"):
+            raise OddRow(f"{name} is {str(value)[:40]!r}")
+        if isinstance(value, int) and not 0 <= value < 1 << 53:
+            raise OddRow(f"{name} is {str(value)[:40]}")
+    return row
 
 
 def host_peak_memory_bytes() -> int:

@@ -17,7 +17,7 @@ from trainer.comma_separated import names_in
 from trainer.datasets.files.loading import local_paths
 from trainer.errors import UserError
 from trainer.limits import lines_of, read_text
-from trainer.metrics import METRICS_FILE, ROLLOUTS_FILE
+from trainer.metrics import METRICS_FILE, ROLLOUTS_FILE, row_of
 from trainer.reports import signature
 from trainer.reports.run_rows import up_to
 
@@ -25,6 +25,7 @@ FILE = "certificate.json"
 FORMAT = 1
 # the chain of rows covers these; times and memory differ between machines
 CHAINED = ("step", "epoch", "batch_hash", "tokens", "loss", "grad_norm", "lr")
+OF_START = ("config", "mesh", "versions", "data", "total_steps")
 DATA_FLAGS = ("dataset", "eval_dataset")
 COMMANDS = ("train_sft", "train_kd", "train_dpo", "train_rm", "train_ppo")
 PARTS = {
@@ -46,23 +47,21 @@ def final_rows(folder: str) -> tuple[list[dict], list[dict]]:
     """
     path, starts, rows = os.path.join(folder, METRICS_FILE), [], {}
     try:
-        lines = [line.decode("utf-8") for line in lines_of(path)]
-    except (OSError, UnicodeDecodeError) as error:
-        found = str(error.strerror) if isinstance(error, OSError) else "is not text"
-        raise UserError(path, found, "the file as it was written") from None
+        lines = list(lines_of(path))
+    except OSError as error:
+        raise UserError(path, str(error.strerror), "the file as it was written") from None
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-            if row.get("event") in ("start", "resume"):
-                starts.append({**(starts[-1] if starts else {}), "step": 0, **row})
-                rows = up_to(starts[-1]["step"], rows)
-            elif "loss" in row:
-                _ = row["batch_hash"], row["grad_norm"], range(row["step"])
-                rows[row["step"]] = row
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            row = row_of(line)
+        except (ValueError, RecursionError):
             raise UserError(f"{path} line {number}", "is no row of a run", "the file as it was written") from None
-    if not starts or "config" not in starts[-1]:
-        raise UserError(path, "has no start row with a config", "the file as it was written")
+        if row.get("event") in ("start", "resume"):
+            starts.append({**(starts[-1] if starts else {}), "step": 0, **row})
+            rows = up_to(starts[-1]["step"], rows)
+        elif "event" not in row and "loss" in row:
+            rows[row["step"]] = row
+    if absent := [name for name in OF_START if name not in (starts[-1] if starts else {})]:
+        raise UserError(path, f"has no start row with its {absent[0]}", "the file as it was written")
     return starts, [rows[step] for step in sorted(rows)]
 
 

@@ -73,7 +73,9 @@ def build_saved_model(folder: str, shapes: dict[str, tuple[int, ...]]) -> Option
     for name, tensor in model.named_parameters():
         found, expected = shapes.get(name, ()), tuple(tensor.shape) or (1,)
         if found and found != expected:
-            raise UserError(where, f"says shape {expected} for {name}, which has {found}", "the config of these weights")
+            raise UserError(
+                where, f"says shape {expected} for {name}, which has {found}", "the config of these weights"
+            )
     return model
 
 
@@ -84,7 +86,9 @@ def _class_of(config: dict, where: str, num_tensors: int) -> Optional[type]:
     for part in (config, config.get("text_config") or {}):
         layers = part.get("num_hidden_layers", 0)
         if not isinstance(layers, int) or layers > num_tensors:  # building them takes memory
-            raise UserError(where, f"num_hidden_layers {shown(layers)}", f"a number up to that of tensors: {num_tensors}")
+            raise UserError(
+                where, f"num_hidden_layers {shown(layers)}", f"a number up to that of tensors: {num_tensors}"
+            )
     if not hasattr(transformers, names[0]):
         return None
     kind = getattr(transformers, names[0])
