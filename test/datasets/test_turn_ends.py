@@ -14,6 +14,7 @@ from trainer.datasets.conversations.turn_ends import as_trained, stop_ids, turn_
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import tokenize_sft
+from trainer.datasets.samples.unpaired import tokenize_unpaired
 from trainer.rollout.rewards.model_scorer import ModelScorer
 from trainer.rollout.scoring import response_text
 
@@ -37,8 +38,10 @@ PAIRS = {  # (eos, end of a turn): the tokenizer, and the token that ends a turn
 
 
 def pairs_of(tokenizer, rows, **options):
+    """The pairs of train_rm."""
     options = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected", "margin_key": None} | options
     options |= {"input_template": None, "apply_chat_template": False, "max_len": 200, "flag": "--dataset"}
+    options = {"scored": True} | options
     return tokenize_preference(datasets.Dataset.from_list(rows), tokenizer, **options)[0]
 
 
@@ -119,6 +122,28 @@ def test_answers_to_rendered_prompts_end_as_those_to_messages(name, tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": text, "completion": "ok"}])
     [sample] = tokenize_sft(rows, tokenizer, **one)[0]
     assert sample["input_ids"] == (ids if ends.closes else [*ids, eos])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_answers_to_rendered_prompts_are_trained_to_end(name, tmp_path):
+    """train_dpo, also with kto: an answer that spells out eos, or the end of its turn, keeps one of them."""
+    tokenizer = PAIRS[name][0]()
+    ends, eos = turn_ends(tokenizer), tokenizer.eos_token
+    text = render(tokenizer, ASK, tokenize=False, add_generation_prompt=True)
+    tokenizer.reads_control_tokens = True
+    for end in ("", eos, ends.closing_text.rstrip()):
+        row = {"prompt": text, "chosen": f"ok{end}", "rejected": f"so{end}"}
+        [pair] = pairs_of(tokenizer, [row], prompt_key=None, scored=False)
+        keys = {"prompt_key": None, "completion_key": "completion", "label_key": "label", "flag": "--dataset"}
+        keys |= {"input_template": None, "apply_chat_template": False, "max_len": 200}
+        single = datasets.Dataset.from_list([{"prompt": text, "completion": f"ok{end}", "label": True}])
+        [answer] = tokenize_unpaired(single, tokenizer, **keys)[0]
+        assert (answer["input_ids"], answer["loss_mask"]) == (pair["chosen_ids"], pair["chosen_mask"])
+        last = pair["chosen_ids"][max(i for i, has_loss in enumerate(pair["chosen_mask"]) if has_loss)]
+        assert last == (ends.end if ends.closes else tokenizer.eos_token_id), (end, last)
+        assert pair["chosen_ids"].count(last) == text.count(tokenizer.convert_ids_to_tokens(last)) + 1
+        trained = pairs_of(tokenizer, [row], prompt_key=None)[0]["chosen_ids"]
+        assert trained == (pair["chosen_ids"] if ends.closes else pair["chosen_ids"][:-1]), "as rewards read it"
 
 
 @pytest.mark.parametrize("make", [lambda: bpe("<|endoftext|>", template("<|im_end|>")), lambda: stories(None)])

@@ -22,8 +22,9 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, part=WHOLE, m
 
     def options_of(args):
         options = text_options(args.data) | {"max_len": args.length.max_len, **vars(args.pairs)}
-        margin_key = args.reward.margin_key if "reward" in vars(args) else None
-        return options | {"margin_key": margin_key, "mean_flag": mean_flag}
+        scored = "reward" in vars(args)
+        margin_key = args.reward.margin_key if scored else None
+        return options | {"margin_key": margin_key, "mean_flag": mean_flag, "scored": scored}
 
     rows = load_sets_of(args, args.batch.seed, options_of, names, split, flag)
     return tokenized(args, tokenizer, rows, tokenize_preference, options_of, flag, part)

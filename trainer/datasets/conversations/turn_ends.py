@@ -121,6 +121,15 @@ def turn_ends(tokenizer: Any) -> TurnEnds:
     )
 
 
+def trained_ends(tokenizer: Any) -> TurnEnds:
+    """`turn_ends` for answers that are trained to end. Where the template has no end (GLM), only eos can: then it is empty.
+
+    Scores are of texts without that eos: a reward model also reads conversations, which end as the template ends them.
+    """
+    ends = turn_ends(tokenizer)
+    return ends if ends.closes else TurnEnds()
+
+
 def stop_ids(tokenizer: Any, folder: str) -> tuple[int, ...]:
     """The tokens that end a response: eos of the tokenizer, the end of the template's turns, and eos of the model folder.
 

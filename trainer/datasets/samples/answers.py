@@ -17,7 +17,7 @@ from trainer.datasets.conversations.tokens import (
     prompt_and_answer,
     whole_text,
 )
-from trainer.datasets.conversations.turn_ends import TurnEnds, openings_of, turn_ends
+from trainer.datasets.conversations.turn_ends import TurnEnds, openings_of, trained_ends, turn_ends
 from trainer.datasets.samples.ledger import Ledger, keep, ledger_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE, Notes
@@ -52,9 +52,12 @@ def answer_options(
     input_template: str | None,
     apply_chat_template: bool,
     max_len: int,
+    scored: bool = False,
     **reading: Any,
 ) -> AnswerOptions:
     """Make the options. `keys`: the flags of the prompt and of the answers, with their columns.
+
+    `scored`: the answers end as rewards read them, see `trained_ends`.
 
     Raises: UserError for a tokenizer without eos or chat template, and for an input_template that cannot be used.
     """
@@ -81,7 +84,8 @@ def answer_options(
     facts = {"has_conversations": bool(reader.chat), "has_prompts": has_prompt}
     refuse_for_rows(apply_chat_template=apply_chat_template, input_template=input_template, **facts)
     check_input_template(input_template)
-    return AnswerOptions(reader, parts, input_template, max_len, turn_ends(tokenizer))
+    ends = turn_ends(tokenizer) if scored else trained_ends(tokenizer)
+    return AnswerOptions(reader, parts, input_template, max_len, ends)
 
 
 def tokenize_answer(row: ReadRow, part: str, tokenizer: Any, options: AnswerOptions) -> tuple[list[int], list[int]]:

@@ -82,6 +82,7 @@ def pair_tokens(
     max_len: int,
     num_proc: int | None = None,
     mean_flag: str | None = None,
+    scored: bool = False,
     ignore_columns: str | None = None,
     system: str | None = None,
     map_rows: Callable = map_cached,
@@ -90,6 +91,7 @@ def pair_tokens(
 
     `mean_flag` names a flag that takes means over the answer's tokens. Then whole texts are refused: they do not show
     where the answer begins, so a mean would include the prompt. The prompt cancels only in differences of sums.
+    `scored`: the pairs are those of a reward model.
     """
     columns = rows.column_names
     keys = {"--prompt_key": prompt_key, "--chosen_key": chosen_key, "--rejected_key": rejected_key}
@@ -101,7 +103,7 @@ def pair_tokens(
     check_keys(columns, flag, {**{f: key for f, key in keys.items() if f not in there}, "--margin_key": margin_key})
     reading = {"ignored": ignore_columns, "system": system, "taken": (margin_key,) if margin_key else ()}
     options = answer_options(
-        rows, tokenizer, PAIRS, keys, SIDES, input_template, apply_chat_template, max_len, **reading
+        rows, tokenizer, PAIRS, keys, SIDES, input_template, apply_chat_template, max_len, scored, **reading
     )
     has_prompt = prompt_key is not None or any(name in columns for name in BEFORE_ANSWER)
     if mean_flag and not has_prompt and not options.reader.read(rows[0]).chat:

@@ -26,7 +26,7 @@ from trainer.datasets.conversations.tokens import (
     trains_stop,
     whole_text,
 )
-from trainer.datasets.conversations.turn_ends import TurnEnds, openings_of, turn_ends
+from trainer.datasets.conversations.turn_ends import TurnEnds, openings_of, trained_ends
 from trainer.datasets.files.image_files import COLUMN
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, within
@@ -175,10 +175,7 @@ def options_of(
     refuse_for_rows(has_conversations=_has_conversations(reader, columns), **flags)
     check_input_template(input_template)
     _check_columns(reader, columns, tokenizer, flag)
-    ends = turn_ends(tokenizer)
-    if not ends.closes:  # then eos is the only token that can end an answer
-        ends = NO_TURN
-    return _Options(reader, input_template, train_on or "last", max_len, ends)
+    return _Options(reader, input_template, train_on or "last", max_len, trained_ends(tokenizer))
 
 
 def with_loss(samples: Dataset, flag: str, max_len: int, allow_no_stop: bool) -> tuple[Dataset, Ledger]:
