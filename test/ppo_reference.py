@@ -48,13 +48,18 @@ def replay_routing(model) -> None:
         gate.forward = functools.partial(forward, gate)
 
 
-def log_probs_and_entropies(args, model, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_of(args, model, sample: dict) -> torch.Tensor:
+    """(response tokens, vocabulary), at the temperature of sampling."""
     ids, start = torch.tensor([sample["prompt_ids"] + sample["response_ids"]]), len(sample["prompt_ids"])
+    return model(input_ids=ids).logits[0, start - 1 : -1] / args.temperature
+
+
+def log_probs_and_entropies(args, model, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
     for layer, gate in enumerate(vars(model).get("gates", [])):
         shape, text = sample["experts"]
         experts = np.frombuffer(base64.b64decode(text), np.int16).reshape(shape)  # (tokens, layers, k)
         gate.forced = experts[:, layer].tolist()
-    logits = model(input_ids=ids).logits[0, start - 1 : -1] / args.temperature
+    logits = logits_of(args, model, sample)
     for row, kept in enumerate(sample.get("kept_ids", [])):  # what truncated sampling drew from
         left_out = sorted(set(range(logits.shape[1])) - set(kept))
         logits = logits.index_put((torch.tensor(row), torch.tensor(left_out)), torch.tensor(-1e30))
@@ -121,8 +126,30 @@ def weight(args, sample: dict, batch: list[dict]) -> float:
     return 1 / length / len(batch)
 
 
+def kl(p, q):
+    return (p * (p.log() - q.log())).sum()
+
+
+def distance_loss(args, model, sample: dict) -> torch.Tensor:
+    """Agarwal et al. 2024, equation 1, at each token of the response; with --kd_top_k, other tokens are one."""
+    total, beta = 0.0, args.kd_beta
+    for p, q in zip(sample["teacher_logits"].softmax(-1), logits_of(args, model, sample).softmax(-1)):
+        if args.kd_top_k:
+            order = p.argsort(descending=True)
+            top, rest = order[: args.kd_top_k], order[args.kd_top_k :]
+            p, q = (torch.cat([x[top], x[rest].sum(0, keepdim=True)]) for x in (p, q))
+        if args.kd_loss == "jsd":
+            mixture = beta * p + (1 - beta) * q
+            total = total + beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)
+        else:
+            total = total + (kl(p, q) if args.kd_loss == "kl" else kl(q, p))
+    return total
+
+
 def policy_loss(args, model, sample: dict) -> torch.Tensor:
     """The sum over the sample's tokens."""
+    if args.kd_loss:
+        return distance_loss(args, model, sample)
     log_probs, entropies = log_probs_and_entropies(args, model, sample)
     total, high = 0.0, args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
     for t, advantage in enumerate(sample["advantages"]):
@@ -203,6 +230,8 @@ def main(argv: list[str]) -> None:
                 if args.bypass_mode:
                     sample["old"] = torch.tensor(sample["log_probs"], dtype=torch.float64)
                 sample["ref"] = log_probs_and_entropies(args, reference, sample)[0]
+                if args.kd_loss:
+                    sample["teacher_logits"] = logits_of(args, reference, sample)
                 if critic:
                     sample["old_values"] = values_of(critic.model, sample)
         (gae_advantages if critic else group_advantages)(args, samples)

@@ -39,6 +39,10 @@ ALGORITHMS |= {"grpomoe": [*ALGORITHMS["grpo"], "--aux_loss_coef", "0.3"]}
 ALGORITHMS |= {"grporeplay": [*ALGORITHMS["grpo"], "--routing_replay"]}
 # the advantages of scores and of a teacher
 ALGORITHMS |= {"grpoteach": ["--advantage_estimator", "group_norm", "--init_kl_coef", "0.3", "--tis_cap", "1.02"]}
+# distances from a teacher's whole distributions
+ALGORITHMS |= {"kdjsd": ["--kd_loss", "jsd", "--kd_beta", "0.3", "--loss_agg", "sequence"]}
+ALGORITHMS |= {"kdtop": ["--kd_loss", "reverse_kl", "--kd_top_k", "7"]}
+WITH_TEACHER = ("grpoteach", "kdjsd", "kdtop")
 MIXTURES_OF = ("grpomoe", "grporeplay")
 MESHES = ("dp2", "tp2", "sp2", "dp2-tp2")
 FULL_GRID = [
@@ -54,6 +58,7 @@ GRID = FULL_GRID if FULL else SAMPLE
 GRID += ["grpolora-fsdp2-tp2", "grpolora-z1-sp2", "ppolora-fsdp2-dp2", "ppolora-z3-sp2"]
 GRID += ["grpocut-fsdp2-tp2", "grpocut-z3-sp2", "ppocut-fsdp2-sp2", "grpoteach-fsdp2-sp2", "grpoteach-z3-dp2"]
 GRID += ["grposhared-fsdp2-tp2", "grposhared-z1-dp2", "grposhared-z3-tp2"]
+GRID += ["kdjsd-fsdp2-sp2", "kdjsd-z3-tp2", "kdtop-fsdp2-dp2-tp2", "kdtop-z1-dp2"]
 GRID += ["grposhared-fsdp2-dp2", "grposhared-fsdp2-dp2-tp2", "grposhared-z1-tp2", "grposhared-z3-dp2"] if FULL else []
 GRID += ["ppocut-z1-dp2", "grpolora-z3-dp2", "grpocut-fsdp2-dp2", "grpocut-z1-tp2"] if FULL else []
 MIXTURES = ["grpomoe-fsdp2-sp2", "grpomoe-z3-dp2"]
@@ -126,7 +131,7 @@ def command_line(name: str, folder, data) -> list[str]:
     flags += ["--n_samples_per_prompt", str(EACH), "--temperature", "0.9", "--train_batch_size", "4"]
     flags += ["--micro_train_batch_size", "2", "--max_steps", str(STEPS), "--learning_rate", "2e-4"]
     flags += ["--lr_scheduler", "constant", "--param_dtype", "fp32", *ALGORITHMS[algorithm]]
-    flags += ["--teacher", f"{folder}/teacher"] if algorithm == "grpoteach" else []
+    flags += ["--teacher", f"{folder}/teacher"] if algorithm in WITH_TEACHER else []
     if parts != ["reference"]:
         _, layout = LAYOUTS["-".join(parts[1:])]
         flags += [*BACKENDS[parts[0]], *layout, "--check_replicas_every", "2", "--reward_func", "math"]

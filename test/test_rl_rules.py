@@ -12,6 +12,7 @@ from trainer.flags.rules import COMMANDS
 IMAGES = {"has_images": True}
 SERVER = {"rollout_engine": "vllm_server", "engine_urls": "http://a,http://b"}
 DISTILL = {"teacher": "t", "advantage_estimator": "distill", "ref_model": "t", "init_kl_coef": 1.0}
+DISTANCE = {**DISTILL, "kd_loss": "kl"}
 GROUP = {"advantage_estimator": "group_norm", "n_samples_per_prompt": 2}
 JUDGED = {"reward_func": "judge", "judge_url": "http://a/v1", "judge_model": "m", "dataset": "d"}
 
@@ -26,6 +27,18 @@ PPO_CASES = [
     ("--kl_estimator k3 with --teacher", {**DISTILL, "kl_estimator": "k3"}),
     ("--use_kl_loss with --teacher", {**DISTILL, "use_kl_loss": True}),
     ("--dynamic_filtering with --advantage_estimator distill", {**DISTILL, "dynamic_filtering": True}),
+    ("--kd_loss kl without --teacher", {"kd_loss": "kl"}),
+    ("--kd_top_k 5 without --kd_loss", {**DISTILL, "kd_top_k": 5}),
+    ("--kd_beta 0.3 with --kd_loss kl", {**DISTANCE, "kd_beta": 0.3}),
+    (
+        "--kd_loss kl with --advantage_estimator rloo",
+        {**DISTANCE, "advantage_estimator": "rloo", "n_samples_per_prompt": 2},
+    ),
+    ("--kd_loss kl with --init_kl_coef 0.5", {**DISTANCE, "init_kl_coef": 0.5}),
+    ("--preset opd with --kd_loss", {**DISTANCE, "preset": "opd"}),
+    ("--tis_cap 2.0 with --kd_loss", {**DISTANCE, "tis_cap": 2.0}),
+    ("--share_prompts with --kd_loss", {**DISTANCE, "share_prompts": True, "n_samples_per_prompt": 2}),
+    ("--aux_loss_coef 0.1 with --kd_loss", {**DISTANCE, "aux_loss_coef": 0.1}),
     ("--advantage_estimator rloo with --n_samples_per_prompt 1", {"advantage_estimator": "rloo"}),
     ("--value_clip 0.2 with --advantage_estimator group_norm", {**GROUP, "value_clip": 0.2}),
     ("--critic_learning_rate 0.1 with --advantage_estimator group_norm", {**GROUP, "critic_learning_rate": 0.1}),

@@ -125,6 +125,17 @@ class KLArguments:
         "distill this model on the policy's own responses: each token's advantage is log p of the teacher minus that of the "
         "policy; --advantage_estimator or --preset adds the advantage of scores, which are else only logged",
     )
+    kd_loss: Optional[Literal["kl", "reverse_kl", "jsd"]] = arg(
+        None,
+        "with --teacher: the loss is this distance between whole distributions at each token of the policy's responses, in "
+        "place of advantages; the distances are those of train_kd",
+    )
+    kd_beta: float = arg(
+        0.5, "--kd_loss jsd: the teacher's share of the mixture; 0 is kl, 1 is reverse_kl", type="ClosedUnitInterval"
+    )
+    kd_top_k: Optional[int] = arg(
+        None, "compare only the teacher's this many likeliest tokens, and all others together", type="PositiveInt"
+    )
     ref_model: Optional[str] = arg(None, "reference model, or adapter folder (default: --pretrain)")
     offload_ref: bool = arg(
         False, "keep the reference's weights in host memory while they are not in use", "ref_offload"

@@ -46,6 +46,22 @@ TEACHER_RULES = (
          "the KL to the teacher is in the advantage of each token", REMOVE),
     Rule("dynamic_filtering positive_nll_coef", lambda f: f.advantage_estimator == "distill", "with --advantage_estimator distill",
          "scores are only logged", "Give another --advantage_estimator, which adds scores to the teacher, or remove the flag."),
+    Rule("kd_loss", lambda f: not f.teacher, "without --teacher", "there is no distribution to compare with", "Add --teacher MODEL."),
+    Rule("kd_beta kd_top_k", lambda f: f.kd_loss is None, "without --kd_loss", "only sampled tokens are compared",
+         "Add --kd_loss, or remove the flag."),
+    Rule("kd_beta", lambda f: f.kd_loss in ("kl", "reverse_kl"), "with --kd_loss {kd_loss}", "only jsd has a mixture",
+         "Take --kd_loss jsd, or remove the flag."),
+    Rule("kd_loss", lambda f: f.teacher and f.advantage_estimator != "distill", "with --advantage_estimator {advantage_estimator}",
+         "the distance to the teacher is the whole loss", ONE),
+    Rule("kd_loss", lambda f: f.init_kl_coef not in (0, 1), "with --init_kl_coef {init_kl_coef}",
+         "the distance is the whole loss, so a weight would only scale it", "Remove --init_kl_coef."),
+    Rule("preset", lambda f: f.kd_loss, "with --kd_loss", "both set the loss of a distillation", ONE, values=("opd",)),
+    Rule("policy_loss eps_clip eps_clip_high dual_clip off_policy_mask_threshold entropy_loss_coef tis_cap rollout_kl_max "
+         "top_entropy_quantile bypass_mode kl_target", lambda f: f.kd_loss, "with --kd_loss",
+         "the loss is a distance, without a policy ratio", REMOVE),
+    Rule("share_prompts routing_replay exact", lambda f: f.kd_loss, "with --kd_loss",
+         "this is not compared with a plain loop yet", REMOVE),
+    Rule("aux_loss_coef", lambda f: f.kd_loss, "with --kd_loss", "the distance to the teacher is the whole loss", REMOVE),
 )
 # fmt: on
 

@@ -1,6 +1,7 @@
 """Knowledge distillation: the distance of the model's distribution from its teacher's, at every token with a loss."""
 
 from collections.abc import Callable, Sequence
+from typing import Optional
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -8,17 +9,24 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 
 from trainer.datasets.batches.packing import IGNORE
+from trainer.metrics import MetricSum
+from trainer.models.lora import fixed_model
 from trainer.models.losses.distances import Distance, distances
 from trainer.models.losses.token_losses import causal_lm_logits, rows_of_a_chunk, token_log_probs
 
 
 def teacher_distance(
-    model: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, temperature: float, distance: Distance
+    model: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float,
+    distance: Distance,
+    weights: Optional[torch.Tensor] = None,
 ) -> torch.Tensor:
     """The distance at this temperature, at every position with a label: the sum over all of them, fp32.
 
     Logits (rows, tokens, vocab) are upcast to fp32 in chunks, and again in the backward pass. DTensors are sharded over the
-    vocabulary (collectives over tp).
+    vocabulary (collectives over tp). `weights` (rows, tokens) multiply the distances of positions; None: all are 1.
     """
     group, first, chunk_tokens = None, 0, rows_of_a_chunk(model.shape[-1], model.device)
     if isinstance(model, DTensor):
@@ -26,13 +34,16 @@ def teacher_distance(
         group, first = model.device_mesh.get_group(), offset[-1]
         model, teacher = model.to_local(), teacher.to_local()
 
-    def of_chunk(model: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def of_chunk(
+        model: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
         kept = (labels != IGNORE).nonzero().squeeze(1)
         both = (x[kept].float() / temperature for x in (model, teacher))
-        return distances(*both, distance, first, group).sum()
+        found = distances(*both, distance, first, group)
+        return (found * weights[0][kept] if weights else found).sum()
 
-    parts = [x.flatten(0, -2).split(chunk_tokens) for x in (model, teacher)]
-    chunks = list(zip(*parts, labels.flatten().split(chunk_tokens)))
+    parts = [x.flatten(0, -2) for x in (model, teacher)] + [x.flatten() for x in (labels, weights) if x is not None]
+    chunks = list(zip(*(x.split(chunk_tokens) for x in parts)))
     if len(chunks) == 1:
         return of_chunk(*chunks[0])
     return torch.stack([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]).sum()
@@ -59,5 +70,25 @@ def make_teacher_loss(
         of_teachers = sum(found[1:], found[0])
         total = coef * of_teachers + (1 - coef) * nll
         return total, (labels != IGNORE).sum(), {"teacher_loss": of_teachers, "nll": nll}
+
+    return loss
+
+
+def make_on_policy_loss(policy_loss: Callable, teacher, temperature: float, distance: Distance) -> Callable:
+    """The loss function of `train_ppo --kd_loss`: the distance(teacher, model) at each token that the model has sampled.
+
+    It is the loss of Agarwal et al. 2024 (GKD), equation 2 with lambda 1, without a gradient through the sampling. The other
+    metrics are those of `policy_loss`, which gives no gradient. `teacher` None: the policy with its adapter off.
+    """
+
+    def loss(model, micro_batch: dict):
+        with torch.no_grad():
+            _, count, metrics = policy_loss(model, micro_batch)
+        logits = causal_lm_logits(model, micro_batch)
+        with fixed_model(model, teacher) as fixed:
+            of_teacher = causal_lm_logits(fixed, micro_batch)
+        weights = micro_batch["loss_weights"]
+        total = teacher_distance(logits, of_teacher, micro_batch["labels"], temperature, distance, weights)
+        return total, count, {**metrics, "policy_loss": MetricSum(total.detach())}
 
     return loss

@@ -7,9 +7,11 @@ from trainer.datasets.images.image_batches import WORKERS
 from trainer.errors import UserError
 from trainer.flags.names.presets import describe_preset
 from trainer.methods.load_balance import experts_per_token, with_batch_balance_loss
+from trainer.methods.teacher_loss import make_on_policy_loss
 from trainer.model_folders.model_folder import read_config
 from trainer.models.attention import prompt_tree
 from trainer.models.layers.routing_replay import Routers
+from trainer.models.losses.distances import Distance
 from trainer.models.model_bounds import bounds_of
 from trainer.rollout import rollouts_file
 from trainer.rollout.resumed_rollouts import AheadFiles, ResumedRollouts, find_resumed
@@ -119,6 +121,14 @@ def balance_experts(run) -> None:
     run.ppo.change_loss = functools.partial(with_batch_balance_loss, aux_loss_coef=coef, top_k=top_k)
 
 
+def compare_distributions(run) -> None:
+    """Replace the loss of the policy by the distance of its distributions from those of the teacher."""
+    flags, temperature = run.args.kl, run.args.rollout.temperature
+    distance = Distance(flags.kd_loss, flags.kd_beta, flags.kd_top_k)
+    teacher = {"teacher": run.roles.reference, "temperature": temperature, "distance": distance}
+    run.ppo.change_loss = functools.partial(make_on_policy_loss, **teacher)
+
+
 def resume_rollouts(run) -> None:
     """Let a resumed run train the rollouts that it has generated after its checkpoint."""
     args, ahead, found = run.args, run.roles.ahead, ResumedRollouts()
@@ -167,6 +177,7 @@ RL_FEATURES = (
     Feature("environment", lambda run: run.args.environment.env, with_roles=talk),
     Feature("staleness", lambda run: run.args.rollout.max_staleness, with_roles=generate_ahead),
     Feature("balance", lambda run: run.args.experts.aux_loss_coef, with_loss=balance_experts),
+    Feature("distance", lambda run: run.args.kl.kd_loss, with_loss=compare_distributions),
     Feature("resumed rollouts", lambda run: not run.args.rollout.rollouts_from, with_logs=resume_rollouts),
     Feature("sample pages", lambda run: run.args.rollout.sample_pages, with_logs=write_pages),
     Feature("timeline", lambda run: run.args.rollout.timeline, with_logs=write_timeline),
