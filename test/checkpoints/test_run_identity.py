@@ -250,6 +250,52 @@ def test_code_targets_and_streams_have_hashes(tmp_path):
     assert len(hashes) == 3
 
 
+CODE = {
+    "reward.py": "import helper\nfrom kit import part\nimport json\ndef reward_func(): from lazy import it",
+    "helper.py": "from deeper import a", "deeper.py": "import trainer.metrics", "kit/__init__.py": "", "kit/part.py": "from . import sub",
+    "kit/sub.py": "import importlib\nimportlib.import_module('named')", "lazy.py": "", "named.py": "", "unused.py": "", "kit/unused.py": "",
+    "pack/__init__.py": "", "pack/env.py": "from .tools import t\nfrom ..helper import a", "pack/tools.py": "import pack.inner.deep",
+    "pack/inner/deep.py": "", "pack/other.py": "", "rules.txt": "",
+}  # fmt: skip
+NEEDED = {"helper.py", "deeper.py", "kit/__init__.py", "kit/part.py", "kit/sub.py", "lazy.py", "named.py"}
+NEEDED_BY = {
+    "reward.py": NEEDED, "reward.py:own": NEEDED, "math,reward.py": NEEDED, "a=reward.py": NEEDED, "unused.py": set(),
+    "pack.env": {"env.py", "__init__.py", "tools.py", "inner/deep.py"}, "lazy": {"lazy.py"}, "a=lazy": {"lazy.py"},
+    "json:loads": None, "math": None, "http://host/env": None, "gone.py": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["reward_func", "env"])
+@pytest.mark.parametrize("name", NEEDED_BY)
+def test_a_change_of_a_file_that_code_needs_is_refused(tmp_path, monkeypatch, flag, name):
+    """Another file in the folder, of the trainer or of a package does not count. The code never runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    for path, text in CODE.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / path).write_text(f"{text}\nraise SystemExit")
+
+    def content() -> dict:
+        return {flag: {"code": run_record.code_hash(name), "modules": run_record.modules_of(flag, name)}}
+
+    first, needed = content(), NEEDED_BY[name]
+    if flag == "reward_func" and ".py" not in name:  # only files are rewards
+        needed = set()
+    if needed is not None:
+        assert set(first[flag]["modules"] or ()) == needed
+    for path in CODE:
+        (tmp_path / path).write_text("changed = 1")
+        now, short = content(), path.removeprefix("pack/") if name == "pack.env" else path
+        if short in (needed or ()):
+            with pytest.raises(UserError, match=f"--{flag} modules .*--allow_change {flag}"):
+                compare(record("train_ppo", first), record("train_ppo", now))
+            assert compare(record("train_ppo", first), record("train_ppo", now), flag)
+        elif path not in name:
+            assert now == first, path
+        (tmp_path / path).write_text(f"{CODE[path]}\nraise SystemExit")
+    assert content() == first
+
+
 @pytest.mark.parametrize("fact", LATER)
 def test_facts_of_a_model_folder_are_compared_where_a_record_has_them(fact):
     flag = "rollouts_from" if fact == "rows" else "pretrain"

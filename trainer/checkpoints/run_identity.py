@@ -132,7 +132,13 @@ def check_allowed(allowed: Iterable[str], command: type) -> list[str]:
 
 # --- the record of a run
 
-LATER = ("stop_ids", "image_processor", "remote_code", "rows")  # facts that older records lack: not compared then
+LATER = (
+    "stop_ids",
+    "image_processor",
+    "remote_code",
+    "rows",
+    "modules",
+)  # facts that older records lack: not compared then
 NO_VALUE = "nothing"
 SHOWN = 60  # characters of a value
 RECORD_HASH = "blake2b"

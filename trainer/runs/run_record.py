@@ -27,6 +27,7 @@ from trainer.models.cpu_matmul import chosen
 from trainer.models.model_loading import resolve_adapted_model
 from trainer.planning.versions import version_of
 from trainer.runs.outputs import KERNELS, versions
+from trainer.runs.user_modules import module_files
 
 # of a config: they name it and its file, and change no number of the model
 WITHOUT_EFFECT = {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}  # fmt: skip
@@ -82,7 +83,8 @@ def contents(run, flags) -> dict[str, dict]:
         found["pretrain"]["remote_code"] = files_hash(setup.folder, lambda name: name.endswith(".py"))
     if rollouts := vars(known).get("rollouts_from"):
         found["rollouts_from"] = {"rows": _hash_whole(rollouts)}
-    found |= {flag: {"code": code_hash(vars(known)[flag])} for flag in CODE if vars(known)[flag]}
+    for flag in (flag for flag in CODE if vars(known)[flag]):
+        found[flag] = {"code": code_hash(vars(known)[flag]), "modules": modules_of(flag, vars(known)[flag])}
     is_stream = known.streaming
     found["dataset"] = {"files": contents_of_files(known.dataset, known.dataset_split)} if is_stream else {}
     found["dataset"] |= {} if is_stream else {"targets": targets_hash(run.samples)}
@@ -159,13 +161,31 @@ def code_hash(names: str) -> str:
     """A hash of the Python files in the value of a flag, and of the other names in it."""
     digest = hashlib.blake2b(digest_size=8)
     for name in names_in(names):
-        path = name.split(":")[0]
-        key, _, file = path.partition("=")  # NAME=FILE.py, for --env_key
-        if not os.path.isfile(path) and os.path.isfile(file):
-            digest.update(f"{key}=".encode())
-            path = file
+        key, path = _key_and_code(name)
+        if os.path.isfile(path):
+            digest.update(f"{key}=".encode() if key else b"")
         digest.update(open(path, "rb").read() if os.path.isfile(path) else name.encode())  # noqa: SIM115
     return digest.hexdigest()
+
+
+def modules_of(flag: str, names: str) -> Optional[dict[str, str]]:
+    """{path within its folder: hash} of the further Python files that the code of a flag needs: see user_modules.py.
+
+    A module that is named without its file is one of them. None without any.
+    """
+    found = {}
+    for name in names_in(names):
+        _, path = _key_and_code(name)
+        root, files = module_files(path, is_module=flag == "env")
+        found |= {os.path.relpath(file, root): _hash_whole(file) for file in files[os.path.isfile(path) :]}
+    return found or None
+
+
+def _key_and_code(name: str) -> tuple[str, str]:
+    """KEY and FILE.py of KEY=FILE.py:NAME, which --env_key wants; "" and a file or module of other names."""
+    path = name.split(":")[0]
+    key, mark, file = path.partition("=")
+    return (key, file) if mark and not os.path.isfile(path) else ("", path)
 
 
 def targets_hash(samples) -> str:
