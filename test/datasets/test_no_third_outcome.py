@@ -21,6 +21,7 @@ from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.datasets.samples.unpaired import tokenize_unpaired
 from trainer.datasets.shapes import columns as names
+from trainer.datasets.shapes import loss_columns
 from trainer.errors import UserError
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="real tokenizers absent: ../shared/data")
@@ -438,7 +439,7 @@ def test_a_row_of_any_columns(made, kind):
         is_text = "text, with loss on every token" in lines
         if name in unused and (name in CHANGES or (is_text and name in names.ANSWERS)):
             assert all(word in shown for word in words_of(value)), f"{name} is only named"
-        if name in unused or (name in names.LABELS and task == "answer") or (name in names.WEIGHTS and value == 1):
+        if name in unused or (name in names.LABELS and task == "answer") or (name in loss_columns.FLAGS and value == 1):
             continue
         for word in words_of(value):
             assert word in shown, f"{name} is neither used nor named"

@@ -262,7 +262,7 @@ REFUSED = {
     "a bad answer": (talk(ANSWER, label=False), "column label: says whether the answer is good"),
     "a bad answer as a text": (talk(ANSWER, label="False"), "column label: says whether the answer is good"),
     "not a number": ({"question": "a", "answer": float("nan")}, "column answer: nan, a number"),
-    "a weight": (talk(ANSWER, weight=0.5), "column weight: would change the loss"),
+    "a weight": (talk(ANSWER, weight=0.5), "would change the loss"),
     "an article": ({"article": "x", "question": "a", "answer": "b"}, "column article: would change the text"),
     "thoughts beside": ({"thinking": "x", "question": "a", "answer": "b"}, "column thinking: would change the text"),
     "one message of a tree": ({"text": "b", "role": "prompter"}, "column role: would change the text"),

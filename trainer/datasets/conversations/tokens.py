@@ -19,7 +19,7 @@ from trainer.datasets.conversations.control_tokens import (
 from trainer.datasets.conversations.turn_ends import TurnEnds
 
 # Raise this number if the same rows and options would give other tokens: an older cache file must not be used.
-TOKENIZER_VERSION = 16
+TOKENIZER_VERSION = 17
 NO_TURN = TurnEnds()
 TURN_IS_OPEN = "answers to prompts that open a turn of the assistant end as the chat template ends it"
 SET_BY_FLAGS = ("template_args", "reads_control_tokens")  # attributes of a tokenizer; see `prepare_tokenizer`

@@ -198,7 +198,7 @@ def with_loss(samples: Dataset, flag: str, max_len: int, allow_no_stop: bool) ->
     if not kept.any():
         empty, cut = total("empty"), len(samples) - total("empty")
         wanted = (
-            "answers that are not empty, and that no key excludes"
+            "answers that are not empty, and that no key or column leaves out"
             if empty > cut
             else f"answers that fit into --max_len {max_len}"
         )
@@ -264,6 +264,7 @@ def tokenize_row(
         tokenize = _from_chat if row.chat else _from_text if row.get("text") is not None else _from_parts
         input_ids, loss_mask = tokenize(row, tokenizer, options)
         note_lost(row.notes, tokenizer, row.data(), input_ids)
+    loss_mask = loss_mask if row.trained else [0] * len(loss_mask)
     truncated, empty = len(input_ids) > options.max_len, not any(loss_mask)
     input_ids, loss_mask = input_ids[: options.max_len], loss_mask[: options.max_len]
     loss_mask[:1] = [0] * len(loss_mask[:1])  # nothing predicts the first token

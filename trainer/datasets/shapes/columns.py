@@ -8,6 +8,7 @@ from trainer.datasets.conversations.messages import IGNORE, MORE_THOUGHTS, THOUG
 from trainer.datasets.files.image_files import COLUMN as IMAGES
 from trainer.datasets.files.image_files import FOLDER
 from trainer.datasets.rows import column_of_key, lookup
+from trainer.datasets.shapes.loss_columns import FLAGS, refuse_loss_column
 from trainer.datasets.shapes.notes import Notes
 from trainer.errors import UserError
 
@@ -81,9 +82,8 @@ ADDED = (
 )
 ADDED += ("image", IMAGES, "video", "videos", "audio", "audios", "speech", "objects", "chosen_images")
 ADDED += ("image_url", "image_urls", "image_path", "video_path", "audio_path")
-WEIGHTS = ("weight", "sample_weight", "loss_scale")
 TEMPLATE_ARGS = "chat_template_kwargs"  # of a row, as in TRL
-ADDED += ("rejected_images", TEMPLATE_ARGS, *WEIGHTS)
+ADDED += ("rejected_images", TEMPLATE_ARGS)
 EMPTY = (None, "", [], {}, "[]", "{}", "null")
 MARKS = ("<image>", "<video>", "<audio>")  # in texts of rows that have such a column
 SIDE, ROW = "(side)", "(row)"  # of a row made from a pair: chosen or rejected, and the number of the pair's row
@@ -95,7 +95,7 @@ def plain_name(name: str) -> str:
     return re.sub(r"[-_\s]", "", name).lower()
 
 
-SPELLINGS = {plain_name(name): name for name in reversed(ADDED) if len(name) > 1}
+SPELLINGS = {plain_name(name): name for name in reversed((*ADDED, *FLAGS)) if len(name) > 1}
 
 
 def _has_value(name: str, value: Any) -> bool:
@@ -151,10 +151,11 @@ class Columns:
             known = kind if kind in ADDED else SPELLINGS.get(plain_name(kind))
             if known and value in EMPTY:
                 continue
-            is_neutral = (known in WEIGHTS and value == 1) or (isinstance(value, str) and value in known_text)
+            refuse_loss_column(name, known or kind, value)
+            is_neutral = known in FLAGS or (isinstance(value, str) and value in known_text)
             if strict and known and not is_neutral:
-                found = f"would change the {'loss' if known in WEIGHTS else 'text'}, and is not used here"
                 renamed = "" if known == kind else f"the name {known}, or "
+                found = "would change the text, and is not used here"
                 raise UserError(f"column {name}", found, f"{renamed}{IGNORE} {name}")
             notes.columns.add(name)
 

@@ -13,15 +13,17 @@ class ReadRow(dict):
     """A row that was read. Its keys are the parts: prompt, the answers, text, tools, images. None: the row has none.
 
     A value is a text, or a list of messages as the file has them. `where` names each part for errors. `columns` is the
-    row as it was.
+    row as it was. `trained`: whether its answer has a loss.
     """
 
-    def __init__(self, parts: dict, columns: Any, where: dict[str, str], chat: bool, notes: Notes):
+    def __init__(
+        self, parts: dict, columns: Any, where: dict[str, str], chat: bool, notes: Notes, trained: bool = True
+    ):
         super().__init__(parts)
-        self.columns, self.where, self.chat, self.notes = columns, where, chat, notes
+        self.columns, self.where, self.chat, self.notes, self.trained = columns, where, chat, notes, trained
 
     def with_parts(self, parts: dict) -> "ReadRow":
-        return ReadRow({**self, **parts}, self.columns, self.where, self.chat, self.notes)
+        return ReadRow({**self, **parts}, self.columns, self.where, self.chat, self.notes, self.trained)
 
     def data(self) -> list[Any]:
         """The texts and messages of all parts."""

@@ -23,6 +23,7 @@ from trainer.datasets.shapes.columns import (
     TOOLS,
     Columns,
 )
+from trainer.datasets.shapes.loss_columns import is_trained
 from trainer.datasets.shapes.notes import Notes
 from trainer.datasets.shapes.prompt_part import (
     PromptPart,
@@ -76,11 +77,12 @@ class RowReader(Reading):
         text = "\n".join(map(all_text, parts.values()))
         if parts.get(IMAGES) in EMPTY:
             notes.marks |= {mark for mark in MARKS if mark in text}
+        trained = self.task != SFT or is_trained(columns, notes)
         columns.finish(notes, text, strict=not self.pretrain)
         as_text = {} if chat else {"user": "prompt", "assistant": "answer"}
         arrows = ", ".join(f"{source} -> {as_text.get(target, target)}" for source, target in found.says)
         notes.shape = f"{found.name} rows: {arrows}" if found.name else f"rows: {arrows}"
-        return ReadRow({**parts, FOLDER: row.get(FOLDER)}, row, found.where, chat, notes)
+        return ReadRow({**parts, FOLDER: row.get(FOLDER)}, row, found.where, chat, notes, trained)
 
 
 def reader_of(task: str, rows: Any, *, chat: bool | None, ignored: str | None = None, **facts) -> RowReader:
