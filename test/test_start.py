@@ -349,3 +349,57 @@ def test_a_wrong_checkpoint_is_found_before_torch(tmp_path):
 def test_the_package_is_the_command():
     code, output = run_process([sys.executable, "-m", "trainer", "grpo"])
     assert (code, output) == (2, "error: grpo: no such command. Write: trainer ppo --preset grpo\n")
+
+
+FORKS = """
+import os, signal, sys, time
+from trainer.entry import end_in_a_line_at_sigterm
+from trainer.training.stop_request import StopRequest
+end_in_a_line_at_sigterm()
+with StopRequest() if sys.argv[1] == "steps" else open(os.devnull):
+    ready, tells = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(tells, b"1")
+        time.sleep(60)
+    os.read(ready, 1)  # before its first line, Python forgets signals
+    os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("when", ["start", "steps"])
+def test_a_forked_worker_dies_of_sigterm_without_a_word(when):
+    """As a pool of processes ends its workers: they are no runs that could save."""
+    code, output = run_process([sys.executable, "-c", FORKS, when], timeout=50)
+    assert (code, output) == (0, "-15\n")
+
+
+@pytest.mark.parametrize(("ranks", "said"), [("1", "stopped by SIGTERM"), ("2", "")])
+def test_only_a_run_of_one_rank_ends_in_a_line_at_sigterm(ranks, said):
+    """Of several ranks, as under srun, the other ones would wait for a rank that left with a line."""
+    code = "import os; from trainer.runs.start_line import begin; begin('train_sft', None); os.kill(os.getpid(), 15)"
+    places = {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    code, output = run_process([sys.executable, "-c", code], WORLD_SIZE=ranks, TRAINER_ANNOUNCED="1", **places)
+    assert code == (75 if said else -15) and output.startswith(said) and bool(output) == bool(said), output
+
+
+SAVES = """
+import os, signal, sys
+from trainer import entry
+from trainer.cli import train_sft
+from trainer.runs import outputs
+def killed(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    write(*args)
+write, outputs.write_model_card = outputs.write_model_card, killed
+entry.run_command(train_sft.run)
+"""
+
+
+def test_a_signal_during_the_last_save_leaves_a_whole_run(demo):
+    flags = [*MODEL, *DATA, "--max_steps", "1", "--output_dir", "late", "--certificate"]
+    code, output = run_process([sys.executable, "-c", SAVES, *flags, "--train_batch_size", "8"], cwd=demo)
+    assert code == 0 and "SIGTERM: the run is over and writes its model" in output, output[-3000:]
+    assert json.loads((demo / "late/metrics.jsonl").read_text().splitlines()[-1])["event"] == "end"
+    assert (demo / "late/model/README.md").exists() and (demo / "late/certificate.json").exists()

@@ -129,7 +129,21 @@ def end_in_a_line_at_sigterm() -> None:
         os.write(2, f"{STOPPED.format('SIGTERM')}\n".encode())
         os._exit(EXIT_INTERRUPTED)
 
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, of_this_process(end))
+
+
+def of_this_process(handle: Callable[[int, object], None]) -> Callable[[int, object], None]:
+    """A handler of signals that a fork does not inherit: in another process, the signal does what it does by default."""
+    owner = os.getpid()
+
+    def handle_here(number: int, frame) -> None:
+        if os.getpid() == owner:
+            handle(number, frame)
+            return
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    return handle_here
 
 
 def end_with_parent() -> None:

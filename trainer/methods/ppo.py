@@ -62,7 +62,7 @@ from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 from trainer.rollout.samples import Sample
 from trainer.rollout.scoring import check_failed
 from trainer.rollout.timeline import FILE, span, timed
-from trainer.training.checkpointing import Progress, StopRequest
+from trainer.training.checkpointing import Progress
 from trainer.training.loop import (
     LoopOptions,
     LossFunction,
@@ -74,6 +74,7 @@ from trainer.training.loop import (
     step_row,
     train_step,
 )
+from trainer.training.stop_request import StopRequest
 
 
 def train_ppo(

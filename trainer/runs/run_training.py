@@ -26,6 +26,7 @@ from trainer.runs.run_record import identity_of
 from trainer.runs.run_setup import loop_options, set_up
 from trainer.training.checkpointing import Checkpoints, Trained
 from trainer.training.loop import train as run_loop
+from trainer.training.stop_request import ENDING, StopRequest
 from trainer.training.verify_resume import verify_resume
 
 
@@ -69,18 +70,23 @@ def train(args, method: Method, is_demo: bool = False) -> None:
 
     facts = {"data": run.ledger.counts, "total_steps": run.total_steps}
     metrics = outputs.start_metrics(strategy, flat(args), args.output, run.output_dir, checkpoints, **facts)
-    with metrics or contextlib.nullcontext():
-        options, states = loop_options(args, run.total_steps), {"checkpoints": checkpoints, "progress": run.progress}
-        options = dataclasses.replace(options, eval_steps=every["eval_steps"] or options.eval_steps)
-        states |= {"metrics": metrics, "flops_per_token": flops, "eval_loader": run.eval_loader, "hooks": run.hooks}
-        run_loop(strategy, run.model, optimizer, scheduler, run.loader, run.loss_fn, options, **states)
-        method.after_training(run)
-        steps = run.progress.step
-        apply(features, run, "before_save")
-        save(run)
-        if metrics:
-            metrics.event("end", steps=steps)
-    apply(features, run, "at_end")
+    with contextlib.ExitStack() as ending:
+        with metrics or contextlib.nullcontext():
+            options, states = (
+                loop_options(args, run.total_steps),
+                {"checkpoints": checkpoints, "progress": run.progress},
+            )
+            options = dataclasses.replace(options, eval_steps=every["eval_steps"] or options.eval_steps)
+            states |= {"metrics": metrics, "flops_per_token": flops, "eval_loader": run.eval_loader, "hooks": run.hooks}
+            run_loop(strategy, run.model, optimizer, scheduler, run.loader, run.loss_fn, options, **states)
+            ending.enter_context(StopRequest(ENDING))
+            method.after_training(run)
+            steps = run.progress.step
+            apply(features, run, "before_save")
+            save(run)
+            if metrics:
+                metrics.event("end", steps=steps)
+        apply(features, run, "at_end")
 
 
 def steps_by_epoch(flags: EpochArguments, batches_of_epoch: Sized) -> dict[str, int | None]:

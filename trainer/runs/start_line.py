@@ -127,7 +127,8 @@ def begin(command: str, args, trains: bool = True) -> None:
     check_launcher()
     if int(os.environ.get("RANK", 0)) == 0 and ANNOUNCED not in os.environ:
         announce(command, args, trains)
-    if trains and "TORCHELASTIC_RUN_ID" not in os.environ:
+    # one of several ranks would leave the others in a collective
+    if trains and "TORCHELASTIC_RUN_ID" not in os.environ and int(os.environ.get("WORLD_SIZE", 1)) == 1:
         end_in_a_line_at_sigterm()
     quiet_libraries()
 

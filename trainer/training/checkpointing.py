@@ -360,33 +360,3 @@ def rows_of(state: dict) -> list[str]:
 def is_better_when_lower(key: str) -> bool:
     """Losses and perplexities are better when lower. Every other metric is better when higher."""
     return "loss" in key or "perplexity" in key
-
-
-# SIGUSR1 is Slurm's warning before preemption
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-
-class StopRequest:
-    """Inside, the first signal is only noted. The next signal ends the process at once, as it does outside."""
-
-    def __init__(self):
-        self.received: Optional[int] = None
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> "StopRequest":
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        return self
-
-    def __exit__(self, _type, error, _traceback) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        quiet = (RuntimeError, UserError) if int(os.environ.get("RANK", 0)) else RuntimeError
-        if self.received and isinstance(error, quiet):
-            # when one rank dies, torchrun ends the others with SIGTERM; rank 0 prints an error that all ranks have
-            name, reason = signal.Signals(self.received).name, str(error).splitlines()[0]
-            raise Interrupted(f"stopped by {name} before the step was done ({reason})") from None
-
-    def _note(self, number: int, _frame) -> None:
-        self.received = number
-        for other in SIGNALS:  # the kernel then ends the process, even if Python cannot run a handler
-            signal.signal(other, signal.SIG_DFL)

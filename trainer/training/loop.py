@@ -21,8 +21,9 @@ from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
 from trainer.metrics import MetricsLog, MetricSum, host_peak_memory_bytes, mfu, step_line
 from trainer.terminal import fitted
-from trainer.training.checkpointing import Checkpoints, Progress, StopRequest
+from trainer.training.checkpointing import Checkpoints, Progress
 from trainer.training.live_bar import LiveBar
+from trainer.training.stop_request import StopRequest
 
 IF_NOT_FINITE = "Try a smaller --learning_rate, or --param_dtype fp32, and look at those samples."
 MEMORY_EVERY = 20  # steps between two rows with the memory of every rank

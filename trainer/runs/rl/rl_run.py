@@ -40,6 +40,7 @@ from trainer.runs.run_data import load_sets, load_sets_of, note_small_data, text
 from trainer.runs.run_record import identity_of
 from trainer.runs.run_setup import loop_options, set_up
 from trainer.training.checkpointing import Checkpoints, SavePolicy, Trained
+from trainer.training.stop_request import ENDING, StopRequest
 from trainer.training.verify_resume import verify_replay
 
 POLICY = RLMethod("train_ppo", make_batches_of)
@@ -90,15 +91,17 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     apply(RL_FEATURES, run, "with_logs")
     facts, config = {"data": run.ledger.counts, "total_steps": run.total_steps}, flat(run.own_flags)
     metrics = outputs.start_metrics(strategy, config, args.output, run.output_dir, run.checkpoints, **facts)
-    with metrics or contextlib.nullcontext():
-        note_first_rollout(run, bool(loop.eval_steps))
-        train_ppo(run.ppo, loop, run.progress, metrics)
-        steps = run.progress.step
-        apply(RL_FEATURES, run, "before_save")
-        save(run)
-        if metrics:
-            metrics.event("end", steps=steps)
-    apply(RL_FEATURES, run, "at_end")
+    with contextlib.ExitStack() as ending:
+        with metrics or contextlib.nullcontext():
+            note_first_rollout(run, bool(loop.eval_steps))
+            train_ppo(run.ppo, loop, run.progress, metrics)
+            ending.enter_context(StopRequest(ENDING))
+            steps = run.progress.step
+            apply(RL_FEATURES, run, "before_save")
+            save(run)
+            if metrics:
+                metrics.event("end", steps=steps)
+        apply(RL_FEATURES, run, "at_end")
 
 
 def count_steps(args: PPOArguments, order, frozen: Optional[list], per_prompt: Optional[int] = None) -> int:
