@@ -11,10 +11,14 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from trainer.datasets.conversations.rendering import render
 from trainer.datasets.conversations.templates import render_prompt
 from trainer.datasets.conversations.turn_ends import as_trained, stop_ids, turn_ends
+from trainer.datasets.samples.parts import Part
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.datasets.samples.unpaired import tokenize_unpaired
+from trainer.errors import UserError
+from trainer.flags.parse_flags import parse_arguments
+from trainer.flags.preference_flags import DPOArguments, RMArguments
 from trainer.rollout.rewards.model_scorer import ModelScorer
 from trainer.rollout.scoring import response_text
 
@@ -191,3 +195,44 @@ def test_the_end_is_the_one_that_every_turn_has():
     harmony = bpe("<|endoftext|>", other, "<c>")
     assert harmony.convert_ids_to_tokens(turn_ends(harmony).end) == "<c>"
     assert turn_ends(bpe("<|endoftext|>", None)).end is None
+
+
+ROWS = {
+    "pairs": (tokenize_preference, {"prompt": ASK, "chosen": "ok", "rejected": "so"}),
+    "kto": (tokenize_unpaired, {"prompt": ASK, "completion": "ok", "label": True}),
+    "kto of pairs": (tokenize_unpaired, {"prompt": ASK, "chosen": "ok", "rejected": "so"}),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_preferences_without_a_stop_token_are_refused(kind):
+    """As in train_sft. A reward model writes no answers, so it needs none."""
+    tokenize, row = ROWS[kind]
+    keys = {"completion_key": "completion", "label_key": "label"} if kind.startswith("kto") else {"margin_key": None}
+    keys |= {"prompt_key": None, "chosen_key": "chosen", "rejected_key": "rejected", "flag": "--dataset"}
+    keys |= {"input_template": None, "apply_chat_template": False, "max_len": 200}
+    rows = datasets.Dataset.from_list([row, {**row, "prompt": [{"role": "user", "content": "2 + 2?"}]}])
+    no_end, end = PAIRS["endoftext, the next role"][0](), PAIRS["endoftext, im_end"][0]()
+    with pytest.raises(UserError) as error:
+        tokenize(rows, no_end, **keys)
+    assert str(error.value).startswith("--dataset: no sample trains a stop token") and "--allow_no_stop" in str(
+        error.value
+    )
+    for way in ({"allow_no_stop": True}, {"part": Part(is_evaluation=True)}):
+        samples, ledger = tokenize(rows, no_end, **keys, **way)
+        assert ledger["num_stop_trained"] == 0 and "WARNING: no sample trains a stop" in ledger.report("data")
+    samples, ledger = tokenize(rows, end, **keys)
+    assert ledger["num_stop_trained"] == len(samples) and "WARNING" not in ledger.report("data")
+    if kind == "pairs":
+        _, ledger = tokenize(rows, no_end, scored=True, **keys)
+        assert "stop" not in ledger.report("data")
+    longest = max(len(sample.get("chosen_ids") or sample["input_ids"]) for sample in samples)
+    assert "--max_len cuts all" in tokenize(rows, end, **keys | {"max_len": longest - 3})[1].report("data")
+
+
+def test_the_flag_for_no_stop_is_of_train_dpo_without_online():
+    flags = ["--pretrain", "x", "--dataset", "y", "--allow_no_stop"]
+    args = parse_arguments(DPOArguments, "train_dpo", flags)
+    assert args.preference.allow_no_stop
+    with pytest.raises(UserError, match="--allow_no_stop: no such flag"):
+        parse_arguments(RMArguments, "train_rm", flags)

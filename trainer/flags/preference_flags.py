@@ -80,6 +80,7 @@ class PreferenceArguments:
     precompute_ref_logps: bool = arg(
         False, "compute the reference's log-probs once, keep them on disk, and train without a reference (not with kto)"
     )
+    allow_no_stop: bool = arg(False, "train though the chat template ends no answer with a stop token")
 
 
 @dataclass

@@ -64,6 +64,7 @@ ONLINE_RULES = (
     *LOSS_RULES,
     Rule("precompute_ref_logps aux_loss_coef max_staleness routing_replay share_prompts sample_pages max_logprob_diff",
          lambda f: True, "with --online", "this is not built for pairs of the model's own answers", REMOVE),
+    Rule("allow_no_stop", lambda f: True, "with --online", "the model's own answers end with the stop token that it wrote", REMOVE),
 )
 # fmt: on
 

@@ -24,7 +24,8 @@ def load_pairs(args, tokenizer, names: str, split: str, flag: str, part=WHOLE, m
         options = text_options(args.data) | {"max_len": args.length.max_len, **vars(args.pairs)}
         scored = "reward" in vars(args)
         margin_key = args.reward.margin_key if scored else None
-        return options | {"margin_key": margin_key, "mean_flag": mean_flag, "scored": scored}
+        stops = {} if scored else {"allow_no_stop": args.preference.allow_no_stop}
+        return options | {"margin_key": margin_key, "mean_flag": mean_flag, "scored": scored, **stops}
 
     rows = load_sets_of(args, args.batch.seed, options_of, names, split, flag)
     return tokenized(args, tokenizer, rows, tokenize_preference, options_of, flag, part)
@@ -50,6 +51,7 @@ def load_unpaired(args, tokenizer, names: str, split: str, flag: str, part=WHOLE
 def answer_options(args):
     """What `tokenize_unpaired` takes from the flags of a run, or of one set."""
     answers = {"completion_key": args.answers.completion_key, "label_key": args.answers.label_key}
+    answers |= {"allow_no_stop": args.preference.allow_no_stop}
     return text_options(args.data) | {"max_len": args.length.max_len, **vars(args.pairs), **answers}
 
 

@@ -228,7 +228,7 @@ def template_rows(folder: str, vocab_size: int | None) -> list[tuple]:
     from trainer.datasets.conversations.rendering import chat_template
     from trainer.datasets.conversations.templates import GENERATION_TAG, render_chat
     from trainer.datasets.conversations.tokens import trains_stop
-    from trainer.datasets.samples.sft_samples import NO_END, NO_STOP, NO_STOP_CURE
+    from trainer.datasets.samples.stops import NO_END, NO_STOP, NO_STOP_CURE
     from trainer.models.model_loading import check_tokens, load_tokenizer
 
     tokenizer = load_tokenizer(folder)

@@ -19,6 +19,7 @@ from trainer.datasets.conversations.tokens import (
 )
 from trainer.datasets.conversations.turn_ends import TurnEnds, openings_of, trained_ends, turn_ends
 from trainer.datasets.samples.ledger import Ledger, keep, ledger_of
+from trainer.datasets.samples.stops import check_stops
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE, Notes
 from trainer.datasets.shapes.read_row import ReadRow
@@ -29,6 +30,7 @@ from trainer.flags.data_rules import refuse_for_rows
 
 # what becomes of a row, in its column `fate`; only rows with "kept" are trained
 KEPT, IDENTICAL, EMPTY, CUT_AWAY = "kept", "identical", "empty", "cut away"
+STOPS, STOPS_SENTENCE = "num_stop_trained", "; stop token trained in {num_stop_trained} of {num_samples}"
 ALL_TURNS = ("all turns of an answer have a loss", "answers of one message")
 
 
@@ -136,11 +138,20 @@ def conversation_of(row: ReadRow, part: str, template: str | None) -> list[dict]
 
 
 def keep_answers(
-    samples: Dataset, noun: str, sentence: str, fates: list[str], totals: dict[str, str], *, flag: str, max_len: int
+    samples: Dataset,
+    noun: str,
+    sentence: str,
+    fates: list[str],
+    totals: dict[str, str],
+    *,
+    flag: str,
+    max_len: int,
+    allow_no_stop: bool,
 ) -> tuple[Dataset, Ledger]:
-    """The samples whose fate is KEPT, and the ledger. Raises UserError if no `noun` is left.
+    """The samples whose fate is KEPT, and the ledger. Raises UserError if no `noun` is left, and like `check_stops`.
 
     `fates` are counted: "cut away" as num_cut_away. `totals` are sums over the kept samples: name of a count -> column.
+    Without the count num_stop_trained in `totals`, nothing has to end.
     """
     facts = samples.with_format("numpy").select_columns(["fate", "truncated", *totals.values()])[:]
     kept, all_fates = facts["fate"] == KEPT, list(facts["fate"])
@@ -160,7 +171,10 @@ def keep_answers(
         wanted = {IDENTICAL: "answers that differ", EMPTY: "answers that are not empty"}
         allowed = wanted.get(max(fates, key=all_fates.count), f"answers that fit into --max_len {max_len}")
         raise UserError(flag, f"no {noun} is left ({ledger.summary()})", allowed)
-    return keep(samples.remove_columns(["fate", "truncated", "control_tokens", NOTE]), kept), ledger
+    if STOPS in totals:
+        all_cut = bool(facts["truncated"][kept].all())
+        ledger.lines += check_stops(ledger.counts, all_cut, flag, allow_no_stop)
+    return keep(samples.remove_columns(["fate", "truncated", "stop_trained", "control_tokens", NOTE]), kept), ledger
 
 
 def scored_position(input_ids: list[int], pad_token_id: int) -> int:

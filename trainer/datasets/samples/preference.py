@@ -9,7 +9,7 @@ from datasets import Dataset, Features, List, Value
 
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.lost_characters import note_lost
-from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state
+from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state, trains_stop
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, column_of_key, lookup, number_value, within
 from trainer.datasets.samples.answers import (
@@ -17,6 +17,8 @@ from trainer.datasets.samples.answers import (
     EMPTY,
     IDENTICAL,
     KEPT,
+    STOPS,
+    STOPS_SENTENCE,
     AnswerOptions,
     answer_options,
     collate_sequences,
@@ -45,7 +47,15 @@ SENTENCE = (
 
 
 def tokenize_preference(
-    rows: Dataset | Sets, tokenizer: Any, *, flag: str, max_len: int, part: Part = WHOLE, **flags: Any
+    rows: Dataset | Sets,
+    tokenizer: Any,
+    *,
+    flag: str,
+    max_len: int,
+    part: Part = WHOLE,
+    allow_no_stop: bool = False,
+    scored: bool = False,
+    **flags: Any,
 ) -> tuple[Dataset, Ledger]:
     """Return pairs in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
     Both are those of `part`. `flags` go to `pair_tokens`.
@@ -60,12 +70,18 @@ def tokenize_preference(
     Columns: {chosen,rejected}_ids (int32), {chosen,rejected}_mask (int8), margin (0 without margin_key), num_tokens (of
     both sides), num_loss_tokens (1: a preference loss is a mean over pairs), digest, row (index into `rows`).
 
-    Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
+    `scored`: the pairs are those of a reward model. It writes no answers, so they need not end.
+
+    Raises: UserError for missing keys and values of another kind (with the row, counted from 1). Also if no chosen
+    answer trains a stop token, unless `allow_no_stop` or `part` is for evaluation.
     """
-    pairs = tokens_of(rows, pair_tokens, tokenizer, flag=flag, max_len=max_len, **flags)
+    pairs = tokens_of(rows, pair_tokens, tokenizer, flag=flag, max_len=max_len, scored=scored, **flags)
     # identical: neither answer is better. cut away: --max_len leaves nothing of one answer, or no difference
     fates, totals = [IDENTICAL, EMPTY, CUT_AWAY], {"num_tokens": "num_tokens"}
-    return keep_answers(part.of(pairs), "pair", SENTENCE, fates, totals, flag=flag, max_len=max_len)
+    sentence = SENTENCE if scored else SENTENCE + STOPS_SENTENCE
+    totals |= {} if scored else {STOPS: "stop_trained"}
+    limits = {"max_len": max_len, "allow_no_stop": allow_no_stop or part.is_evaluation}
+    return keep_answers(part.of(pairs), "pair", sentence, fates, totals, flag=flag, **limits)
 
 
 def pair_tokens(
@@ -83,6 +99,7 @@ def pair_tokens(
     num_proc: int | None = None,
     mean_flag: str | None = None,
     scored: bool = False,
+    allow_no_stop: bool = False,  # asked of all sets together
     ignore_columns: str | None = None,
     system: str | None = None,
     map_rows: Callable = map_cached,
@@ -113,7 +130,7 @@ def pair_tokens(
         rows,
         _tokenize_row,
         folder="trainer_preference",
-        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), margin_key],
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), margin_key, "stops"],
         features=_features(),
         num_proc=num_proc,
         tokenizer=tokenizer,
@@ -128,7 +145,8 @@ def _features() -> Features:
     masks = {f"{side}_mask": List(Value("int8")) for side in SIDES}
     numbers = {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
     others = {name: Value("string") for name in ("digest", "fate", NOTE)} | {"margin": Value("float64")}
-    return Features({**ids, **masks, **numbers, **others, "truncated": Value("bool"), "control_tokens": Value("bool")})
+    flags = {name: Value("bool") for name in ("truncated", "stop_trained", "control_tokens")}
+    return Features({**ids, **masks, **numbers, **others, **flags})
 
 
 def _tokenize_row(
@@ -151,6 +169,7 @@ def _tokenize_row(
     elif result["chosen_ids"] == result["rejected_ids"] or not all(any(result[f"{side}_mask"]) for side in SIDES):
         result["fate"] = CUT_AWAY
     result["truncated"] = any(len(ids) > options.max_len for ids in whole.values())
+    result["stop_trained"] = trains_stop(tokenizer, result["chosen_ids"], result["chosen_mask"])
     result["control_tokens"] = holds_controls(tokenizer, *row.texts())
     result["num_tokens"] = len(result["chosen_ids"]) + len(result["rejected_ids"])
     result[NOTE] = row.notes.as_text()

@@ -34,6 +34,7 @@ from trainer.datasets.samples.ledger import Ledger, keep, ledger_of
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.prepared import checked, is_prepared
 from trainer.datasets.samples.sets import Sets, tokens_of
+from trainer.datasets.samples.stops import check_stops
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, CONVERSATIONS, MORE, PROMPTS, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.read_row import ReadRow
@@ -45,9 +46,6 @@ from trainer.flags.data_rules import refuse_for_rows
 
 FLAGS = ("truncated", "empty", "stop_trained", "control_tokens")
 LEDGER_COLUMNS = (*FLAGS, NOTE)  # the others belong to a sample
-NO_STOP = "no sample trains a stop token, so the model may never end an answer"
-NO_END = "the chat template ends the last answer of a row with none"
-NO_STOP_CURE = "--tokenizer_chat_template with one that does, or --allow_no_stop to train as it is"
 SENTENCE = (
     "{num_rows} rows: {num_samples} samples, {num_excluded} excluded (no loss token), {num_truncated} truncated; "
     "{num_tokens} tokens, {num_loss_tokens} with loss; stop token trained in {num_stop_trained} of {num_samples}"
@@ -207,20 +205,6 @@ def with_loss(samples: Dataset, flag: str, max_len: int, allow_no_stop: bool) ->
     ledger.lines += check_stops(counts, total("truncated", kept) == counts["num_samples"], flag, allow_no_stop)
     samples = samples.select_columns([name for name in samples.column_names if name not in LEDGER_COLUMNS])
     return keep(samples, kept), ledger
-
-
-def check_stops(counts: dict[str, int], all_cut: bool, flag: str, allowed: bool) -> list[str]:
-    """The warning for samples of which none trains a stop token: the model would learn answers without an end.
-
-    Raises: UserError if the template is the cause, unless `allowed`. `all_cut`: --max_len is, as in long texts of --pretrain_mode.
-    """
-    if counts["num_stop_trained"] or not counts["num_samples"]:
-        return []
-    if all_cut:
-        return [f"WARNING: {NO_STOP}; --max_len cuts all samples: raise it"]
-    if not allowed:  # GLM: the mark of the next role ends a turn
-        raise UserError(flag, f"{NO_STOP}: {NO_END}", NO_STOP_CURE)
-    return [f"WARNING: {NO_STOP}: {NO_END}"]
 
 
 def _has_conversations(reader: RowReader, columns: list[str]) -> bool | None:

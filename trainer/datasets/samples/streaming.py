@@ -19,7 +19,8 @@ from trainer.datasets.library import one_line
 from trainer.datasets.samples.bounds import Bounds, check_sample
 from trainer.datasets.samples.ledger import Ledger, note_of_controls
 from trainer.datasets.samples.prepared import PREPARED
-from trainer.datasets.samples.sft_samples import SENTENCE, check_stops, options_of, tokenize_row
+from trainer.datasets.samples.sft_samples import SENTENCE, options_of, tokenize_row
+from trainer.datasets.samples.stops import check_stops
 from trainer.datasets.shapes.notes import NOTE, summary_of_notes
 from trainer.errors import UserError
 

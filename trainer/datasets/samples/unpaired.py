@@ -11,13 +11,15 @@ from trainer.comma_separated import names_in
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.lost_characters import note_lost
 from trainer.datasets.conversations.messages import IGNORE
-from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state
+from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state, trains_stop
 from trainer.datasets.library import map_cached, quiet
 from trainer.datasets.rows import check_keys, column_of_key, lookup, truth_value, within
 from trainer.datasets.samples.answers import (
     CUT_AWAY,
     EMPTY,
     KEPT,
+    STOPS,
+    STOPS_SENTENCE,
     AnswerOptions,
     answer_options,
     collate_sequences,
@@ -51,7 +53,7 @@ SENTENCE = (
     "{num_rows} rows: {num_samples} answers, {num_desirable} of them desirable, excluded "
     "{num_empty} empty ones and {num_cut_away} cut away by --max_len; "
     "{num_truncated} truncated; {num_tokens} tokens"
-)
+) + STOPS_SENTENCE
 
 
 def unpair(rows: Dataset, pair: list[str], single: list[str]) -> Dataset:
@@ -80,7 +82,14 @@ def _is_pair(row: dict, pair: list[str], single: list[str]) -> bool:
 
 
 def tokenize_unpaired(
-    rows: Dataset | Sets, tokenizer: Any, *, flag: str, max_len: int, part: Part = WHOLE, **flags: Any
+    rows: Dataset | Sets,
+    tokenizer: Any,
+    *,
+    flag: str,
+    max_len: int,
+    part: Part = WHOLE,
+    allow_no_stop: bool = False,
+    **flags: Any,
 ) -> tuple[Dataset, Ledger]:
     """Return answers in row order, and the ledger. They are cached on disk by rows, tokenizer and options.
     Both are those of `part`. `flags` go to `answer_tokens`.
@@ -89,11 +98,13 @@ def tokenize_unpaired(
     the answer in input_ids), label (bool), num_tokens, num_loss_tokens (1: the loss is a mean over answers), digest,
     row (index into `rows`).
 
-    Raises: UserError for missing keys and values of another kind (with the row, counted from 1).
+    Raises: UserError for missing keys and values of another kind (with the row, counted from 1). Also if no answer trains
+    a stop token, unless `allow_no_stop` or `part` is for evaluation.
     """
     samples = tokens_of(rows, answer_tokens, tokenizer, flag=flag, max_len=max_len, **flags)
-    totals = {"num_desirable": "label", "num_tokens": "num_tokens"}
-    return keep_answers(part.of(samples), "answer", SENTENCE, [EMPTY, CUT_AWAY], totals, flag=flag, max_len=max_len)
+    totals = {"num_desirable": "label", "num_tokens": "num_tokens", STOPS: "stop_trained"}
+    limits = {"max_len": max_len, "allow_no_stop": allow_no_stop or part.is_evaluation}
+    return keep_answers(part.of(samples), "answer", SENTENCE, [EMPTY, CUT_AWAY], totals, flag=flag, **limits)
 
 
 def answer_tokens(
@@ -110,6 +121,7 @@ def answer_tokens(
     apply_chat_template: bool,
     max_len: int,
     num_proc: int | None = None,
+    allow_no_stop: bool = False,  # asked of all sets together
     ignore_columns: str | None = None,
     system: str | None = None,
     map_rows: Callable = map_cached,
@@ -149,7 +161,7 @@ def answer_tokens(
         rows,
         _tokenize_row,
         folder="trainer_unpaired",
-        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), "each row decides"],
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), "each row decides", "stops"],
         features=_features(),
         num_proc=num_proc,
         tokenizer=tokenizer,
@@ -171,7 +183,7 @@ def _pair_columns(columns: list[str], keys: dict[str, str], others: set[str]) ->
 def _features() -> Features:
     numbers = {name: Value("int64") for name in ("start", "num_tokens", "num_loss_tokens", "row")}
     tokens = {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8"))}
-    flags = {name: Value("bool") for name in ("label", "truncated", "control_tokens")}
+    flags = {name: Value("bool") for name in ("label", "truncated", "stop_trained", "control_tokens")}
     texts = {name: Value("string") for name in ("digest", "fate", NOTE)}
     return Features({**tokens, **numbers, **flags, **texts})
 
@@ -197,6 +209,7 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: AnswerOption
         "digest": digest_of(cut),
         "truncated": len(ids) > options.max_len,
         "fate": fate,
+        "stop_trained": trains_stop(tokenizer, cut, cut_mask),
         "control_tokens": holds_controls(tokenizer, *row.texts()),
         NOTE: row.notes.as_text(),
     }
