@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from trainer.checkpoints.run_identity import Identity, check_allowed, sealed
+from trainer.checkpoints.user_modules import module_files
 from trainer.comma_separated import names_in
 from trainer.datasets.batches.global_batches import column_of
 from trainer.datasets.conversations.tokens import tokenizer_state
@@ -27,7 +28,6 @@ from trainer.models.cpu_matmul import chosen
 from trainer.models.model_loading import resolve_adapted_model
 from trainer.planning.versions import version_of
 from trainer.runs.outputs import KERNELS, versions
-from trainer.runs.user_modules import module_files
 
 # of a config: they name it and its file, and change no number of the model
 WITHOUT_EFFECT = {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}  # fmt: skip
