@@ -17,6 +17,8 @@ from trainer.distributed import host_offload, mesh
 from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.groups import from_flat
+from trainer.flags.rl_flags import PPOArguments
+from trainer.metrics import counted
 from trainer.models.layers import activation_offload
 from trainer.models.losses import vocab_parallel
 from trainer.planning import doctor_findings, doctor_machine, doctor_packages
@@ -99,6 +101,16 @@ def test_auto_is_fp32_on_a_gpu_without_bf16_and_the_first_line_says_it(nvml):
     args.batch.micro_train_batch_size = 8
     line = start_line.start_line("train_sft", args, None)
     assert "fp32 (this GPU has no bf16 instructions; fp16 is faster), " in line, line
+    for kind, refused in (
+        (SFTArguments, {"fp8": "rowwise"}),
+        (PPOArguments, {}),
+        (SFTArguments, {"zero_stage": 0, "backend": "deepspeed"}),
+    ):
+        args = from_flat(
+            kind, {"pretrain": "m", "device": "cuda", "learning_rate": 1e-5, "param_dtype": "fp32", **refused}
+        )
+        args.batch.micro_train_batch_size = 8
+        assert "fp32 (this GPU has no bf16 instructions), " in start_line.start_line("x", args, None), refused
     start_line.gpus.cache_clear()
     nvml(((7, 5), 4 << 30), ((8, 0), 80 << 30))  # CUDA gives the faster one first
     assert start_line.resolve_dtype("auto", "cuda") == "bf16"
@@ -107,13 +119,16 @@ def test_auto_is_fp32_on_a_gpu_without_bf16_and_the_first_line_says_it(nvml):
 @pytest.mark.parametrize(
     ("flags", "ranks", "found"),
     [
-        ({}, 2, "weights and gradients alone need 56 GB on this machine, and its 2 ranks on GPUs have 34.4 GB"),
-        ({"adam_offload": True}, 2, ""),
+        ({}, 2, "weights and gradients alone need 56 GB on this machine, and its 2 ranks on GPUs can have 34.4 GB"),
+        ({"adam_offload": True}, 2, "weights and gradients alone need 56 GB on this machine, and it has 40 GB"),
+        ({"adam_offload": True, "lora_rank": 8}, 1, ""),
+        ({"adam_offload": True, "backend": "deepspeed"}, 2, ""),
+        ({"adam_offload": True, "backend": "deepspeed", "param_dtype": "fp32"}, 1, "weights alone need 28 GB"),
         ({"lora_rank": 8}, 2, ""),
         (
             {"lora_rank": 8, "param_dtype": "fp32"},
             1,
-            "weights alone need 28 GB on this machine, and its 1 rank on GPUs",
+            "weights alone need 28 GB on this machine, and its 1 rank on GPUs can have 17.2 GB",
         ),
         ({"lora_rank": 8, "load_in_4bit": True}, 1, ""),
         ({"device": "cpu"}, 2, "weights and gradients alone need 56 GB on this machine, and it has 40 GB"),
@@ -128,6 +143,12 @@ def test_a_model_beyond_the_memory_is_warned_of_before_it_loads(nvml, monkeypatc
     warning = start_line.memory_warning(args, 7_000_000_000, trains=True)
     assert found in warning and bool(found) == warning.startswith("\nwarning: "), warning
     assert start_line.memory_warning(args, None, trains=True) == ""
+
+
+def test_sizes_are_read_at_a_glance():
+    found = [start_line.shown_gb(size) for size in (5e8, 56e9, 999.4e9, 999.6e9, 5.3e12, 1.2e15)]
+    assert found == ["0.5 GB", "56 GB", "999 GB", "0.9996 TB", "5.3 TB", "1,200 TB"]
+    assert (counted(1, "GPU"), counted(0, "GPU"), counted(2, "GPU")) == ("1 GPU", "0 GPUs", "2 GPUs")
 
 
 def test_two_ranks_on_one_gpu_are_one_line(monkeypatch, capsys):

@@ -189,7 +189,7 @@ def test_an_engine_without_room_rules_every_layout_out():
     model = meta_model("qwen3-8b")
     for flags, problem in (
         ("--rollout_engine hf --micro_rollout_batch_size 512", "generate needs"),
-        ("--rollout_engine vllm --engine_memory 0.1", "an engine of 1 GPUs needs 16.4 GB"),
+        ("--rollout_engine vllm --engine_memory 0.1", "an engine of 1 GPU needs 16.4 GB"),
     ):
         machine, work, rollouts = plan_of(f"--gpus 8 {flags}")
         choices = layout_plan.make_plan(model, machine, work, rollouts)

@@ -230,6 +230,11 @@ def shown_number(count: float) -> str:
     return f"{count:.3g}"
 
 
+def counted(number: int, what: str) -> str:
+    """1 GPU, 2 GPUs."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def step_line(row: dict, total_steps: int) -> str:
     """The readable line of a training step."""
     skipped = " | skipped: not finite" if row.get("skipped") else ""

@@ -24,7 +24,7 @@ class ModelArguments:
     )
     param_dtype: Literal["auto", "bf16", "fp16", "fp32"] = arg(
         "auto",
-        "compute dtype; auto: bf16, or fp32 on a CPU without bf16 instructions; "
+        "compute dtype; auto: bf16, or fp32 on a CPU or a GPU without bf16 instructions; "
         "master weights, Adam and reduction stay fp32",
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = arg(

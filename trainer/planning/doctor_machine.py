@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from trainer.metrics import counted
+
 FAIL = "FAIL"
 MIN_OPEN_FILES = 1024
 MIN_SHARED_MEMORY = 1 << 30  # bytes; NCCL's own advice for containers. Docker gives 64 MiB
@@ -91,12 +93,16 @@ def visible_gpus(named: str | None, num_seen: int, num_installed: int) -> Findin
         if not num_installed:
             return Finding("visible GPUs", "ok", f"{setting} hides GPUs, and there are none")
         cure = "unset CUDA_VISIBLE_DEVICES"
-        return Finding("visible GPUs", FAIL, f"{setting} hides all {num_installed} GPUs", cure)
+        return Finding(
+            "visible GPUs", FAIL, f"{setting} hides {'all ' * (num_installed > 1)}{counted(num_installed, 'GPU')}", cure
+        )
     if len(set(names)) < len(names):
         return Finding("visible GPUs", FAIL, f"{setting} names a GPU twice", "name each GPU once")
     if len(names) > num_seen:
         cure = "unset it, or name GPUs of `nvidia-smi -L`"
-        return Finding("visible GPUs", FAIL, f"{setting} names {len(names)} GPUs, torch sees {num_seen}", cure)
+        return Finding(
+            "visible GPUs", FAIL, f"{setting} names {counted(len(names), 'GPU')}, torch sees {num_seen}", cure
+        )
     return Finding("visible GPUs", "ok", f"{num_seen} of {num_installed} ({setting})")
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trainer.errors import UserError
-from trainer.metrics import shown_number
+from trainer.metrics import counted, shown_number
 from trainer.model_folders.model_folder import read_config
 from trainer.planning.plan_engines import EngineNeeds, engine_needs, engine_report
 from trainer.planning.plan_inputs import GB, Machine, Rollouts, Work
@@ -189,7 +189,7 @@ def report(
     fits, unfit = [c for c in choices if not c.problem], [c for c in choices if c.problem]
     parts = [
         f"{shown_number(s.num_params)} parameters, {shown_number(s.active_params)} of them for each token; "
-        f"{machine.gpus} GPUs of {gpu_memory:g} GB on {machine.nodes} nodes; "
+        f"{counted(machine.gpus, 'GPU')} of {gpu_memory:g} GB on {counted(machine.nodes, 'node')}; "
         f"{work.samples} packed samples of {work.max_len} tokens a step",
         f"{len(fits)} of {len(choices)} layouts fit. The quickest:",
         table(fits[:SHOWN], work) if fits else "none",

@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import Optional
 
+from trainer.metrics import counted
 from trainer.planning.idle_share import Idle, simulated
 from trainer.planning.plan_inputs import GB, ON_SERVERS, Machine, Rollouts
 from trainer.planning.plan_memory import BF16, FP32, Layout, Sizes
@@ -69,7 +70,7 @@ def engine_needs(s: Sizes, machine: Machine, rollouts: Rollouts, dtype: str = "b
     tokens = (share - on_engine) * min(n, heads_of_cache(s)) / cache_bytes(s, width)
     problem = None
     if tokens < rollouts.longest:
-        problem = f"an engine of {n} GPUs needs {on_engine / GB:.1f} GB on each for weights, and more for a response"
+        problem = f"an engine of {counted(n, 'GPU')} needs {on_engine / GB:.1f} GB on each for weights, and more for a response"
         problem += f"; its share is {share / GB:.1f}"
     if rollouts.engine == "vllm":
         return EngineNeeds(w, share, 0.0, on_engine, on_engine, 0.0, max(tokens, 0.0), problem)

@@ -15,10 +15,14 @@ from trainer.comma_separated import names_in
 from trainer.distributed.mesh_sizes import MICRO_BATCH_SIZE
 from trainer.entry import end_in_a_line_at_sigterm, quiet_libraries
 from trainer.errors import UserError
+from trainer.flags.groups import flat, with_flags
+from trainer.flags.rules import COMMANDS, refuse
 from trainer.limits import read_model_config, read_text
-from trainer.metrics import shown_number
+from trainer.metrics import counted, shown_number
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.planning.versions import certified_line, installed, read_cards
+from trainer.strategies import offloads_weights, refuse_options
+from trainer.strategies.options import StrategyOptions
 from trainer.terminal import fitted
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # of x86, of x86, of ARM, as Linux names them
@@ -160,12 +164,13 @@ def start_line(command: str, args, num_parameters: int | None, trains: bool = Tr
     axes = {"dp_replicate": layout.dp_replicate_size, "sp": layout.ring_attn_size, "tp": layout.tensor_parallel_size}
     axes["dp"] = num_ranks // math.prod(axes.values())
     shape = "".join(f" {name} {axes[name]}" for name in ("dp_replicate", "dp", "sp", "tp") if axes[name] > 1)
-    where = f"{num_ranks} rank{'s' * (num_ranks > 1)} of {layout.backend}{shape}"
+    where = f"{counted(num_ranks, 'rank')} of {layout.backend}{shape}"
     if layout.layout == "auto":
         where = f"{num_ranks} ranks, --layout auto"
     if dtype != "fp16" and not multiplies_bf16(layout.device):
         on_gpu = runs_on_gpu(layout.device)
-        faster = "; fp16 is faster" if on_gpu else "; fp32 is faster" if dtype == "bf16" else ""
+        faster = "fp16" * takes_fp16(args) if on_gpu else "fp32" * (dtype == "bf16")
+        faster = f"; {faster} is faster" if faster else ""
         dtype += f" ({NO_BF16_ON_GPU if on_gpu else NO_BF16}{faster})"
     if trains:
         dtype += f", learning rate {args.optimizer.learning_rate:g}"
@@ -176,28 +181,51 @@ def start_line(command: str, args, num_parameters: int | None, trains: bool = Tr
     return f"{command}: {model}{size}, {where}, {dtype}, to {args.output.output_dir or 'a new folder in runs/'}"
 
 
+def takes_fp16(args) -> bool:
+    """Whether these flags, which have been checked, also go with --param_dtype fp16."""
+    other, command = with_flags(args, param_dtype="fp16"), next(c for c, kind in COMMANDS.items() if kind is type(args))
+    try:
+        refuse(command, other)
+        refuse_options(args.layout.backend, StrategyOptions.from_flags(flat(other)))
+    except UserError:
+        return False
+    return True
+
+
 def memory_warning(args, num_parameters: int | None, trains: bool) -> str:
     """A line if this machine has less memory than the weights alone need, with their gradients if all are trained.
 
     Weights that train are there in fp32, as are their gradients. More is needed for AdamW and for activations.
     """
-    lora, on_gpu, offload = args.lora, runs_on_gpu(args.layout.device), args.layout.adam_offload
     local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))
     nodes = int(os.environ.get("WORLD_SIZE", 1)) // local or 1
-    weights_only = not trains or lora.lora_rank or lora.load_in_4bit or (on_gpu and offload)
-    each = 8  # bytes of a parameter: weight and gradient
-    if weights_only:
-        each = 0.5 if lora.load_in_4bit else 4 if args.model.param_dtype == "fp32" else 2
+    what, each, on_gpu = memory_of_weights(args, trains)
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if on_gpu:
         room = sum(sorted((gpu.memory for gpu in gpus()), reverse=True)[:local])
     needed = each * (num_parameters or 0) / nodes
     if not room or needed <= room:
         return ""
-    what = "weights" if weights_only else "weights and gradients"
-    where = f"its {local} rank{'s' * (local > 1)} on GPUs have" if on_gpu else "it has"
-    found = f"{what} alone need {needed / GB:,.3g} GB on this machine, and {where} {room / GB:,.3g} GB"
+    where = f"its {counted(local, 'rank')} on GPUs can have" if on_gpu else "it has"
+    found = f"{what} alone need {shown_gb(needed)} on this machine, and {where} {shown_gb(room)}"
     return f"\nwarning: {found}: take more ranks or machines, LoRA, or a smaller model"
+
+
+def memory_of_weights(args, trains: bool) -> tuple[str, float, bool]:
+    """(what a run holds, bytes of each parameter, whether this is on GPUs) for the memory that is full first."""
+    lora, layout = args.lora, args.layout
+    on_gpu = runs_on_gpu(layout.device)
+    offload = on_gpu and trains and layout.adam_offload
+    frozen = 0.5 if lora.load_in_4bit else 4 if args.model.param_dtype == "fp32" else 2
+    stays = on_gpu and not (offload and offloads_weights(layout.backend))
+    if not trains or lora.lora_rank or lora.load_in_4bit or (offload and stays):
+        return "weights", frozen, stays
+    return "weights and gradients", 8, stays
+
+
+def shown_gb(size: float) -> str:
+    """Bytes as "56 GB", or "1.34 TB" from 1000 GB on."""
+    return f"{size / GB:.3g} GB" if size < 999.5 * GB else f"{size / GB / 1000:,.4g} TB"
 
 
 def count_parameters(folder: Path) -> int | None:

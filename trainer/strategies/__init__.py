@@ -4,6 +4,11 @@ from trainer.errors import UserError
 from trainer.strategies.options import StrategyOptions, refuse_on_deepspeed, refuse_on_fsdp2
 
 
+def offloads_weights(backend: str) -> bool:
+    """Whether --adam_offload takes all weights to host memory. With the other one, GPUs keep those of the forward pass."""
+    return backend == "fsdp2"
+
+
 def refuse_options(backend: str, options: StrategyOptions) -> None:
     """Raise UserError for what `--backend` cannot do. Neither backend is imported."""
     (refuse_on_deepspeed if backend == "deepspeed" else refuse_on_fsdp2)(options)
