@@ -275,8 +275,9 @@ def test_commands_that_read_what_others_wrote_have_limits(line):
     given = "--pretrain x --eval_dataset x --reward_func exact_match --label_key x"
     command, *rest = line.format(given).split()
     door = importlib.import_module(f"trainer.cli.{command}")
-    with pytest.raises(UserError, match=r"^--limits: pixel=5 "):
-        door.run([*rest, "--limits", "pixel=5"])
+    for words in ([*rest, "--limits", "pixel=5"], ["--limits", "values=5", "pixel=5", *rest]):
+        with pytest.raises(UserError, match=r"^--limits: pixel=5 "):
+            door.run(words)
 
 
 def test_a_folder_without_a_tokenizer_is_named(demo, tmp_path):

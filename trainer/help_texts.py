@@ -2,6 +2,8 @@
 
 import argparse
 import re
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from trainer.errors import UserError
@@ -126,14 +128,23 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError("arguments", message, "see --help")
 
 
+def _with_limits_last(argv: Sequence[str]) -> list[str]:
+    """The words with --limits and its values behind the others: argparse would take a RUN after them for a value."""
+    limits, others, is_value = [], [], False
+    for word in argv:
+        is_value = word == "--limits" or (is_value and "=" in word and word[0] != "-")
+        (limits if is_value else others).append(word)
+    return [*others, *limits]
+
+
 class ReadingParser(OneLineParser):
     """The parser of a command that reads what others wrote: --limits holds from its `parse_args` on."""
 
     def __init__(self, command: str, **options):
         super().__init__(command, **options)
-        self.add_argument("--limits", nargs="+", metavar="NAME=NUMBER", help=HELP)
+        self.add_argument("--limits", nargs="+", action="extend", metavar="NAME=NUMBER", help=HELP)
 
-    def parse_args(self, *given):
-        args = super().parse_args(*given)
+    def parse_args(self, argv: Sequence[str] | None = None):
+        args = super().parse_args(_with_limits_last(sys.argv[1:] if argv is None else argv))
         raise_limits(vars(args).pop("limits") or ())
         return args
