@@ -13,6 +13,7 @@ from trainer.flags.names.presets import PRESETS
 from trainer.flags.names.sources import naming_sources
 from trainer.models.losses.policy_loss import POLICY_LOSSES
 from trainer.models.losses.preference_loss import PAIR_LOSSES, REWARD_LOSSES
+from trainer.runs.preference_runs import losses_of
 from trainer.runs.rl.rl_checks import validate
 
 GIVEN = ["--pretrain", "m", "--dataset", "a,b"]
@@ -83,7 +84,7 @@ def test_a_refusal_names_who_set_the_flag(flags, source, tmp_path, monkeypatch):
     assert source in str(error.value) and ("from" in str(error.value)) == bool(source), error.value
 
 
-def test_names_are_those_of_the_losses(tmp_path):
+def test_names_are_those_of_the_losses(tmp_path, monkeypatch):
     """And the names of other trainers lead to names that are there."""
     for command, table in (("train_dpo", PAIR_LOSSES), ("train_rm", REWARD_LOSSES), ("train_ppo", POLICY_LOSSES)):
         _, file, name = loss_names.TABLES[command]
@@ -95,6 +96,10 @@ def test_names_are_those_of_the_losses(tmp_path):
             assert ours.split()[0] == "--nll_loss_coef" or ours.split()[1] in taken[ours.split()[0]], ours
     (tmp_path / "own.py").write_text("T = {'a': 1, **OTHERS}\n")
     assert loss_names.keys_of(tmp_path / "own.py", "T") == ()  # then the loss itself is looked up
+    monkeypatch.setattr(loss_names, "keys_of", lambda file, table: ())
+    loss_names.check_loss_names("train_dpo", "nonsense")
+    with pytest.raises(UserError, match=r"^--loss: nonsense .allowed: dpo, "):
+        losses_of("dpo,nonsense")
 
 
 def test_a_reward_file_that_is_no_python_is_refused_and_does_not_run(tmp_path):

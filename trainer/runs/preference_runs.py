@@ -7,6 +7,7 @@ from trainer.datasets.samples.parts import WHOLE
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.unpaired import tokenize_unpaired
 from trainer.errors import UserError
+from trainer.flags.names.loss_names import check_names_in
 from trainer.flags.preference_flags import PreferenceArguments
 from trainer.methods.dpo import make_preference_loss
 from trainer.methods.kto import make_kto_loss
@@ -59,8 +60,10 @@ def answer_options(args):
 
 
 def losses_of(loss: str) -> list[PairLoss]:
-    """The losses of pairs that --loss names. kto is none of them. `check_loss_names` has seen the names."""
-    return [] if loss == "kto" else [PAIR_LOSSES[name] for name in names_in(loss)]
+    """The losses of pairs that --loss names. kto is none of them. Raises UserError for a name that is no loss."""
+    names = [] if loss == "kto" else names_in(loss)
+    check_names_in(PAIR_LOSSES, "--loss", names)
+    return [PAIR_LOSSES[name] for name in names]
 
 
 def needs_reference(loss: str) -> bool:

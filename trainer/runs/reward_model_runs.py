@@ -3,8 +3,10 @@
 import os
 
 from trainer.distributed.collectives import rank_0_alone
+from trainer.flags.names.loss_names import check_names_in
 from trainer.methods.rm import evaluation_scores, make_reward_loss
 from trainer.model_folders.model_folder import unwrapped
+from trainer.models.losses.preference_loss import REWARD_LOSSES
 from trainer.models.reward import make_initial_reward_model, return_token_scores
 from trainer.reports.score_plot import plot_scores
 
@@ -21,6 +23,7 @@ def make_loss(run):
     """The reward loss, of a model that returns a score for each token."""
     flags = run.args.reward
     return_token_scores(run.model, flags.compute_fp32_loss)
+    check_names_in(REWARD_LOSSES, "--loss", [flags.loss])
     return make_reward_loss(flags.loss, run.setup.sp_group, flags.center_rewards_coef)
 
 

@@ -1,6 +1,7 @@
 """The names that --loss and --policy_loss take, read from the tables of losses without torch, and other trainers' names."""
 
 import ast
+from collections.abc import Collection
 from pathlib import Path
 
 from trainer.comma_separated import names_in
@@ -37,6 +38,13 @@ def check_loss_names(command: str, given: str) -> None:
         if known and name not in allowed:
             ours = ELSEWHERE[flag].get(name) if command != "train_rm" else None
             raise UserError(flag, given, ", ".join(allowed), f"Here that is {ours}." if ours else "")
+
+
+def check_names_in(table: Collection[str], flag: str, names: list[str]) -> None:
+    """Raise UserError for a loss that the table itself lacks: `check_loss_names` passes all where it cannot read a key."""
+    for name in names:
+        if name not in table:
+            raise UserError(flag, name, ", ".join(table))
 
 
 def keys_of(file: Path, table: str) -> tuple[str, ...]:

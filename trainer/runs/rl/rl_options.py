@@ -6,10 +6,11 @@ from typing import Optional
 
 from trainer.comma_separated import names_in
 from trainer.flags.groups import flat
+from trainer.flags.names.loss_names import check_names_in
 from trainer.flags.rl_flags import PPOArguments
 from trainer.methods.advantages import AdvantageOptions
 from trainer.methods.ppo_state import PPOOptions
-from trainer.models.losses.policy_loss import PolicyOptions
+from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.evaluation import Evaluation, groups_of
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT
@@ -78,6 +79,7 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         args.advantage.policy_lambd_alpha,
         bool(args.kl.teacher),
     )
+    check_names_in(POLICY_LOSSES, "--policy_loss", [args.advantage.policy_loss])
     policy = PolicyOptions(
         loss=args.advantage.policy_loss,
         loss_agg=args.advantage.loss_agg,
