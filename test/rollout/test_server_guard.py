@@ -89,10 +89,11 @@ def test_a_domain_is_no_name_of_a_server_without_a_key(client, host):
     door = Door(HTTPLimits(max_body=1, max_connections=1, read_timeout=1))
     scope = {"type": "http", "headers": [(b"host", host.encode())]}
     answer = asyncio.run(door.guarded(echo)(Request(scope)))
-    assert answer.status_code == 403 and b"web page" in answer.body
+    assert answer.status_code == 403 and b"web page" in answer.body and b"--api_key" in answer.body
     server_guard.guard_with(None)
     call = {"method": "facts_for_trainer"}
     assert client.post("/collective_rpc", json=call, headers={"Host": host}).status_code == 403
+    assert "--api_key" in client.post("/collective_rpc", json=call, headers={"Host": host}).text
     server_guard.guard_with("secret")
     assert client.post("/collective_rpc", json=call, headers={"Host": host, **KEY}).status_code == 200
     for good in ("127.0.0.1:8001", "[::1]:8001", "[::1]", "localhost:8001", "gpu7", "a.localhost", "10.0.0.7:80", ""):

@@ -92,6 +92,11 @@ def read_metrics(value: Any) -> dict[str, float]:
 # --- requests to a server of ours
 
 
+NAME_WITHOUT_KEY = (
+    "; its own domain may be the Host: ask localhost or an address, or start the server with --api_key FILE"
+)
+
+
 def is_of_web_page(origin: Optional[str], host: str = "") -> bool:
     """Whether a page in a browser sends a request with these headers.
 

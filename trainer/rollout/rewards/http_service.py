@@ -21,7 +21,7 @@ from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trainer.errors import UserError
-from trainer.rollout.peers import is_of_web_page
+from trainer.rollout.peers import NAME_WITHOUT_KEY, is_of_web_page
 
 BODIES_HELD = 16  # all requests together hold at most this many times the largest body
 GRACEFUL_SECONDS = 10  # for running requests at shutdown
@@ -61,7 +61,7 @@ class Door:
                 key = self._limits.api_key
                 host = "" if key else request.headers.get("Host", "")
                 if is_of_web_page(request.headers.get("Origin"), host):
-                    raise Refused(403, "a web page may not ask; without a key, ask localhost or an address")
+                    raise Refused(403, "a web page may not ask" + NAME_WITHOUT_KEY * bool(host))
                 if key and not any(secrets.compare_digest(given.encode(), key.encode()) for given in keys_of(request)):
                     raise Refused(401, "the header Authorization: Bearer KEY is missing or wrong")
                 response = await answer(request)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Optional
 
 from trainer.limits import limit
-from trainer.rollout.peers import is_of_web_page
+from trainer.rollout.peers import NAME_WITHOUT_KEY, is_of_web_page
 
 NAME = "trainer.rollout.engines.on_vllm.server_guard.Guard"  # for --middleware
 OPEN = ("/health",)
@@ -85,7 +85,7 @@ async def _refuse(status: int, send: Callable) -> None:
     reason = {
         401: "the header Authorization: Bearer KEY is missing or wrong",
         404: "closed",
-        403: "no such method, or a web page asks; without a key, ask localhost or an address",
+        403: "no such method, or a web page asks" + NAME_WITHOUT_KEY,
     }
     body = json.dumps({"error": reason.get(status, "refused")}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
