@@ -94,6 +94,7 @@ def test_curves_have_the_names_of_trl():
         "truncated_fraction": "train/completions/clipped_ratio",
         "clip_fraction": "train/clip_ratio/region_mean",
         "reward/easy": "train/reward/easy",
+        "best_reward_math": "train/best_reward_math",
     }
     assert {name: shared_name(name) for name in names} == names
 

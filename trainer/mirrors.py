@@ -28,7 +28,7 @@ SHARED_NAMES = {
     "rollout_logprob_diff": "sampling/sampling_logp_difference/mean",
     "rollout_logprob_diff_max": "sampling/sampling_logp_difference/max",
 }
-OF_REWARD = re.compile(r"reward_(?!std$|p\d+$)(.+)")  # the mean of one function of --reward_func, as TRL has it
+OF_REWARD = re.compile(r"^reward_(?!std$|p\d+$)(.+)")  # the mean of one function of --reward_func, as TRL has it
 CURES = {"wandb": "wandb login, WANDB_API_KEY, or WANDB_MODE=offline"}
 WITHOUT_KEY = ("offline", "disabled", "dryrun")  # modes of wandb
 MOST_PARAMS, LONGEST_PARAM = 100, 500  # of one call of mlflow.log_params, and of a value in every version
