@@ -8,6 +8,8 @@ import pytest
 import yaml
 from launch import ROOT
 
+from trainer.limits import DEFAULTS
+
 README = ROOT / "README.md"
 GENERATED = {"flags.md", "models.md"}
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -163,3 +165,13 @@ def test_the_tests_that_the_threat_model_names_are_there():
         ]
         assert not missing, f"{name} has no test {missing}"
     assert len(re.findall(r"^\| \d+ \|", table, re.MULTILINE)) == 14
+
+
+def test_the_table_of_limits_is_that_of_the_code():
+    """Every name of --limits once, with its default, in the order of the code."""
+    table = (ROOT / "SECURITY.md").read_text().split("| Name | Default |")[1].split("\n\n")[0]
+    shown = {}
+    for names, numbers in re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", table, re.MULTILINE):
+        defaults = [int(number.replace(",", "")) for number in numbers.split(", ")]
+        shown |= dict(zip(re.findall(r"`(\w+)`", names), defaults, strict=True))
+    assert shown == {name: default for name, (default, _) in DEFAULTS.items()}
