@@ -76,6 +76,11 @@ PPO_CASES = [
     ("--cov_share 0.1 with --policy_loss ppo", {"cov_share": 0.1}),
     ("--cov_range 0.0 2.0 with --policy_loss kl_cov", {"cov_range": [0.0, 2.0], "policy_loss": "kl_cov"}),
     ("--kl_cov_coef 2.0 with --policy_loss clip_cov", {"kl_cov_coef": 2.0, "policy_loss": "clip_cov"}),
+    ("--entropy_coef_delta 0.1 without --entropy_target", {"entropy_coef_delta": 0.1}),
+    (
+        "--entropy_target 0.2 with --entropy_loss_coef 2.0",
+        {"entropy_target": 0.2, "entropy_loss_coef": 2.0},
+    ),
     ("--rollout_kl_max 0.1 with --bypass_mode", {"rollout_kl_max": 0.1, "bypass_mode": True}),
     ("--top_entropy_quantile 0.2 with --bypass_mode", {"top_entropy_quantile": 0.2, "bypass_mode": True}),
     ("--bypass_mode with --policy_loss reinforce", {"bypass_mode": True, "policy_loss": "reinforce"}),

@@ -22,6 +22,7 @@ THEIR_KL = {
     "beta": 0.1,
     "use_bias_correction_kl": False,
 }  # by default, TRL multiplies k3 by the ratio of policies: --kl_unbiased
+TARGET = 1.405  # nats; the entropies of the first four steps are above, below, above and below
 # name: (the trainer's flags, TRL's options, file of rollouts)
 CASES = {
     # a mean over responses of means over tokens. TRL divides by std + 1e-4, we by std + 1e-6: scores large enough
@@ -36,6 +37,17 @@ CASES = {
     # TRL's entropy bonus is a mean over tokens whatever the loss, ours weighs tokens as the loss does: the same here
     "bnpo": (
         [*GROUP_MEAN, "--loss_agg", "token", *CLIP, "--entropy_loss_coef", "0.01"], {"loss_type": "bnpo", "entropy_coef": 0.01, **THEIR_CLIP}, "plain",
+    ),
+    # the weight of the entropy: 0, 0, 0.011, 0, 0.011
+    "adaptive-entropy": (
+        [
+            *GROUP_MEAN, "--loss_agg", "token", *CLIP, "--entropy_loss_coef", "0.011",
+            "--entropy_target", str(TARGET), "--entropy_coef_delta", "0.01", "--entropy_coef_max", "0.012",
+        ],
+        {
+            "loss_type": "bnpo", "entropy_coef": 0.011, "use_adaptive_entropy": True, "entropy_target": TARGET,
+            "entropy_coef_delta": 0.01, "entropy_coef_max": 0.012, **THEIR_CLIP,
+        }, "plain",
     ),
     # sums over tokens / --generate_max_len; TRL never leaves the division by the std away by itself
     "dr_grpo": ([*GROUP_MEAN, "--loss_agg", "fixed_length", *CLIP], {"loss_type": "dr_grpo", **THEIR_CLIP}, "plain"),
@@ -104,3 +116,9 @@ def test_losses_gradients_and_weights_are_those_of_trl(runs, name):
     )
     assert [row["ratio_deviation"] > 0 for row in rows] == [False, True, False, True, False]
     assert rows[1]["clip_fraction"] > 0.02, "a run that clips nothing compares half of the loss"
+
+
+def test_the_weight_of_the_entropy_follows_its_target(runs):
+    """It is 0 after a step of large entropy, and before the first one."""
+    rows = read_steps(runs / "adaptive-entropy/ours")
+    assert [row["entropy_coef"] for row in rows] == pytest.approx([0, 0, 0.011, 0, 0.011])

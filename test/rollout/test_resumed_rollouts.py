@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import math
 import os
 
 import pytest
 import torch.distributed as dist
 from datasets import Dataset
 
-from trainer.methods.ppo_state import RLState
+from trainer.methods.ppo_state import EntropyCoef, PPOOptions, RLState
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.rollout.resumed_rollouts import AheadFiles, find_resumed, history_after, link_of, origin_of
 from trainer.rollout.rollouts_file import as_row, read_rollouts
@@ -33,6 +34,16 @@ def run_state(curriculum: str = "none", origin: str = "a") -> RLState:
         order.take(BATCH)
         state.go_on([])
     return state
+
+
+def test_a_checkpoint_keeps_the_weight_of_the_entropy():
+    state, options = run_state(), PPOOptions(None, None, None, 0, entropy_target=1.0, entropy_coef_delta=0.5)
+    for entropy in (0.9, 0.8, math.nan):
+        state.entropy.update(entropy, options)
+    later = run_state()
+    later.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    assert later.entropy == state.entropy == EntropyCoef(1.0, 0.8) and later.entropy.now(options) == 1.0
+    later.load_state_dict(json.loads(json.dumps(run_state().state_dict())))  # of a run without it
 
 
 def rollouts_from(state, count: int) -> tuple[dict[int, list[Sample]], dict[int, str]]:

@@ -50,7 +50,7 @@ EFFECTS: dict[str, str] = {
         overlong_penalty_factor env_max_turns env_last_turn_text env_answer_max_len env_long_answers env_args env_key
         advantage_estimator gamma lambd policy_lambd policy_lambd_alpha positive_nll_coef no_advantage_std_norm advantage_batch_std
         policy_loss sapo_temperatures cov_share cov_range kl_cov_coef loss_agg mask_truncated eps_clip eps_clip_high dual_clip bypass_mode tis_cap tis_level tis_mask
-        tis_floor tis_mask_range tis_mask_level rejected_tokens off_policy_mask_threshold top_entropy_quantile rollout_kl_max rollout_kl_estimator ema_beta entropy_loss_coef init_kl_coef use_kl_loss kl_unbiased kl_in_score
+        tis_floor tis_mask_range tis_mask_level rejected_tokens off_policy_mask_threshold top_entropy_quantile rollout_kl_max rollout_kl_estimator ema_beta entropy_loss_coef entropy_target entropy_coef_delta entropy_coef_max init_kl_coef use_kl_loss kl_unbiased kl_in_score
         kl_estimator kl_target kl_horizon value_clip freezing_actor_steps""",
     CONTENT: "pretrain lora_adapter dataset teacher ref_model critic_pretrain reward_pretrain reward_func judge_rubric env",
     SAMPLES: """

@@ -114,6 +114,14 @@ class AdvantageArguments:
         0.0, "weight in the loss of the mean -log p of the tokens of right responses", type="NonNegativeFloat"
     )
     entropy_loss_coef: float = arg(0.0, "weight of an entropy bonus in the loss", type="NonNegativeFloat")
+    entropy_target: Optional[float] = arg(
+        None,
+        "adapt the weight of the entropy bonus: it grows after a step whose mean entropy is at most this, in nats, and counts "
+        "only then; else it shrinks; --entropy_loss_coef is its start",
+        type="PositiveFloat",
+    )
+    entropy_coef_delta: float = arg(0.005, "--entropy_target: the change of the weight in a step", type="PositiveFloat")
+    entropy_coef_max: float = arg(1.0, "--entropy_target: the largest weight", type="PositiveFloat")
 
 
 @dataclass

@@ -56,7 +56,7 @@ TEACHER_RULES = (
     Rule("kd_loss", lambda f: f.init_kl_coef not in (0, 1), "with --init_kl_coef {init_kl_coef}",
          "the distance is the whole loss, so a weight would only scale it", "Remove --init_kl_coef."),
     Rule("preset", lambda f: f.kd_loss, "with --kd_loss", "both set the loss of a distillation", ONE, values=("opd",)),
-    Rule("policy_loss eps_clip eps_clip_high dual_clip off_policy_mask_threshold entropy_loss_coef tis_cap rollout_kl_max "
+    Rule("policy_loss eps_clip eps_clip_high dual_clip off_policy_mask_threshold entropy_loss_coef entropy_target tis_cap rollout_kl_max "
          "top_entropy_quantile bypass_mode kl_target", lambda f: f.kd_loss, "with --kd_loss",
          "the loss is a distance, without a policy ratio", REMOVE),
     Rule("share_prompts routing_replay exact", lambda f: f.kd_loss, "with --kd_loss",
@@ -124,6 +124,10 @@ POLICY_RULES = (
         for flag, losses, verb in (("cov_share", ("clip_cov", "kl_cov"), "choose"), ("cov_range", ("clip_cov",), "clips"),
                              ("kl_cov_coef", ("kl_cov",), "weights"))
     ),
+    Rule("entropy_coef_delta entropy_coef_max", lambda f: f.entropy_target is None, "without --entropy_target",
+         "the weight of the entropy is constant", "Add --entropy_target, or remove the flag."),
+    Rule("entropy_target", lambda f: f.entropy_loss_coef > f.entropy_coef_max, "with --entropy_loss_coef {entropy_loss_coef}",
+         "the start is above --entropy_coef_max", "Set --entropy_loss_coef to at most --entropy_coef_max."),
     Rule("tis_cap rollout_kl_max", lambda f: f.bypass_mode, "with --bypass_mode",
          "the old policy is the rollout engine, so their ratio is 1", ONE),
     Rule("top_entropy_quantile", lambda f: f.bypass_mode, "with --bypass_mode",

@@ -308,8 +308,8 @@ EXACT_ROLLOUT_RULES = (
          "Take --advantage_estimator group_norm."),
     Rule("exact", lambda f: f.policy_loss != "ppo", "with --policy_loss {policy_loss}",
          "equal bits are proved for ppo only", "Take --policy_loss ppo."),
-    Rule("exact", lambda f: f.entropy_loss_coef or f.positive_nll_coef, "with another term of the policy loss",
-         "equal bits are proved for the loss alone", "Remove --entropy_loss_coef and --positive_nll_coef."),
+    Rule("exact", lambda f: f.entropy_loss_coef or f.entropy_target or f.positive_nll_coef, "with another term of the policy loss",
+         "equal bits are proved for the loss alone", "Remove --entropy_loss_coef, --entropy_target and --positive_nll_coef."),
     Rule("exact", lambda f: f.bypass_mode or f.tis_cap is not None or f.tis_mask or f.rollout_kl_max is not None
          or f.off_policy_mask_threshold is not None or f.top_entropy_quantile is not None,
          "with corrections of the rollout", "rollout and training have the same log-probs, so there is nothing to correct",

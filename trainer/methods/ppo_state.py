@@ -58,6 +58,32 @@ class PPOOptions:
     num_episodes: Optional[int] = None  # dynamic filtering ends after this number of passes over the prompts
     freezing_actor_steps: int = 0
     positive_nll_coef: float = 0.0  # of the log-likelihood of right responses
+    entropy_target: Optional[float] = None  # in nats; the coefficient of the entropy in the loss is adapted towards it
+    entropy_coef_delta: float = 0.005
+    entropy_coef_max: float = 1.0
+
+
+@dataclass
+class EntropyCoef:
+    """The coefficient of the entropy in the loss, adapted step by step (He et al. 2025, Skywork-OR1, arXiv 2505.22312).
+
+    It grows after a step whose mean entropy of a token is at most the target, and else shrinks. It counts only after a step of
+    such low entropy. As in TRL, the entropy is that of the step before, so the first step has no bonus.
+    """
+
+    value: float = 0.0
+    last: Optional[float] = None  # the mean entropy of the last step, in nats
+
+    def now(self, options: PPOOptions) -> float:
+        """The coefficient of this step."""
+        return self.value if self.last is not None and self.last <= options.entropy_target else 0.0
+
+    def update(self, entropy: float, options: PPOOptions) -> None:
+        """Note the mean entropy of a step. One that is not finite changes nothing."""
+        if not math.isfinite(entropy):
+            return
+        change = options.entropy_coef_delta if entropy <= options.entropy_target else -options.entropy_coef_delta
+        self.value, self.last = min(max(self.value + change, 0.0), options.entropy_coef_max), entropy
 
 
 @dataclass
@@ -94,6 +120,7 @@ class RLState:
     prompts_drawn: int = 0  # by dynamic filtering
     prompts_kept: int = 0
     moments: adv.RunningMoments = field(default_factory=adv.RunningMoments)
+    entropy: EntropyCoef = field(default_factory=EntropyCoef)  # with --entropy_target
     facts: dict = field(default_factory=dict)  # flags that a resumed run may not change: a position depends on them
     # `origin`, and `histories` of the newest versions of the weights: see `rollout.resumed_rollouts`
     origin: str = ""
@@ -115,13 +142,15 @@ class RLState:
         counts = {"prompts_drawn": self.prompts_drawn, "prompts_kept": self.prompts_kept}
         counts |= {"rollout": self.rollout, "histories": list(self.histories.items())}
         counts |= {"refills": self.refills} if self.refills else {}
+        counts |= {"entropy": asdict(self.entropy)} if self.entropy.last is not None else {}
         return position | counts | {"kl_coef": self.kl_coef, "moments": asdict(self.moments)}
 
     def load_state_dict(self, state: dict) -> None:
         self.prompts.go_to(state)
         self.rollout, self.kl_coef = state["rollout"], state["kl_coef"]
         self.moments = adv.RunningMoments(**state["moments"])
-        # older checkpoints do not have the following
+        # older checkpoints, and runs without --entropy_target, do not have the following
+        self.entropy = EntropyCoef(**state["entropy"]) if "entropy" in state else self.entropy
         self.histories = dict(map(tuple, state.get("histories", [(self.rollout, "")])))
         self.refills = state.get("refills", 0)
         self.prompts_drawn, self.prompts_kept = state.get("prompts_drawn", 0), state.get("prompts_kept", 0)

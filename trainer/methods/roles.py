@@ -1,6 +1,7 @@
 """The roles of RLHF: policy and reference, critic, reward model. Each is a prepared model and one function."""
 
 from collections.abc import Callable
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -62,14 +63,15 @@ def make_policy_loss(
     sp_group,
     note_log_probs: Callable[[dict, torch.Tensor], None],
     routers=None,
+    entropy_coef: Optional[Callable[[], float]] = None,
 ) -> Callable:
     """The loss function of the policy, for `loop.forward_backward`.
 
     Micro-batches carry advantages and, if needed, old_log_probs, ref_log_probs, rollout_log_probs and tis_weights, each
     (rows, tokens). Only a rollout with a single update may lack old_log_probs. The current log-probs are then the old
     ones. The loss passes the current ones to `note_log_probs(micro_batch, log_probs)`. `kl_coef()` is the current
-    coefficient. Metrics are means over response tokens, but policy_loss is a mean like the loss. `routers`: see
-    `policy_log_probs`.
+    coefficient, and so is `entropy_coef()`; without it, it is that of `options`. Metrics are means over response tokens, but
+    policy_loss is a mean like the loss. `routers`: see `policy_log_probs`.
     """
 
     def policy_loss(model, micro_batch: dict):
@@ -77,7 +79,8 @@ def make_policy_loss(
         keep = labels != IGNORE
         if routers:
             routers.use(micro_batch)
-        log_probs, entropies = policy_values(model, micro_batch, options.temperature, bool(options.entropy_coef))
+        of_entropy = entropy_coef() if entropy_coef else options.entropy_coef
+        log_probs, entropies = policy_values(model, micro_batch, options.temperature, bool(of_entropy))
         log_probs = log_probs.double()
         note_log_probs(micro_batch, log_probs.detach())
         old_log_probs = micro_batch.get("old_log_probs", log_probs.detach())
@@ -97,8 +100,8 @@ def make_policy_loss(
             values, of_tokens["off_policy_fraction"] = values * near, ~near & keep
         weights, rounded = micro_batch["loss_weights"] * keep, micro_batch.get("rounded", _unchanged)
         losses_of_policy = losses_of_tokens = values * weights
-        if options.entropy_coef:
-            losses_of_tokens = losses_of_tokens - options.entropy_coef * entropies * weights
+        if of_entropy:
+            losses_of_tokens = losses_of_tokens - of_entropy * entropies * weights
         if "nll_weights" in micro_batch:
             losses_of_tokens = losses_of_tokens - log_probs * micro_batch["nll_weights"]
         clipped = clipped & keep

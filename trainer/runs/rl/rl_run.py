@@ -19,7 +19,7 @@ from trainer.flags.parse_flags import flat
 from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rules import refuse
 from trainer.methods.ppo import train_ppo
-from trainer.methods.ppo_state import PPORun, RLState
+from trainer.methods.ppo_state import EntropyCoef, PPORun, RLState
 from trainer.metrics import Rows
 from trainer.rollout.evaluation import groups_of_rows
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT, PromptOrder
@@ -189,6 +189,7 @@ def checkpoints_of(run: RLRun) -> Checkpoints:
         "origin": origin_of(without_secrets(flat(run.own_flags))),
         "num_histories": args.rollout.max_staleness + 1,
     }
+    history["entropy"] = EntropyCoef(args.advantage.entropy_loss_coef)
     state = RLState(run.order, args.kl.init_kl_coef, facts=facts, **history)
     others = {"critic": roles.critic} if roles.critic else {}
     trained = Trained(run.setup.strategy, *roles.actor, state, run.setup.tokenizer, others, roles.average)
