@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from trainer.datasets.conversations.messages import messages_of
 from trainer.datasets.files.loading import load_rows, local_paths, place_of_row
 from trainer.datasets.files.read_faults import find_json_fault
+from trainer.datasets.files.stream_rows import open_rows, parsed
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -599,3 +600,27 @@ def test_a_name_twice_in_parquet_is_refused(tmp_path):
     assert pq.read_table(tmp_path / "a.parquet").num_rows == 1
     with pytest.raises(UserError, match=r"a\.parquet: two columns or keys are named 'content'"):
         load_rows(str(tmp_path / "a.parquet"), flag="--dataset", split="train")
+
+
+def test_the_mark_of_utf8_is_no_text_and_a_carriage_return_parts_no_line(tmp_path):
+    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_bytes(b"\xef\xbb\xbfone \r\n\ttwo\x0b\x0c\x00\xe2\x80\xa8\n")
+    second.write_bytes(b"\xef\xbb\xbfthree")
+    texts = [row["text"] for row in load(tmp_path / "*.txt")]
+    assert texts == ["one ", "\ttwo\x0b\x0c\x00\u2028", "three"]
+    second.write_bytes(b"one\n50%\r100%\n")
+    with pytest.raises(UserError, match=r"b.txt line 2: a carriage return inside the line .*jsonl"):
+        load(second)
+    stream = tmp_path / "a.jsonl"
+    stream.write_bytes(b'\xef\xbb\xbf{"text": "a\\r\\n"}\n')
+    rows, _ = open_rows(str(stream), flag="--dataset", split="train", probs=None, max_samples=None, seed=1)
+    assert [row for block in rows.iter(10) for row in parsed(block)] == [{"text": "a\r\n"}]
+
+
+def test_a_csv_field_with_text_behind_its_closing_quote_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('q,a\n1,2\n"one" two,3\n')
+    with pytest.raises(UserError, match=r"a.csv line 3: text behind the closing quote"):
+        load(path)
+    path.write_text('q,a\n"say ""hi""\r\nnow",it is "so"\n')
+    assert load(path)[0]["a"] == 'it is "so"'

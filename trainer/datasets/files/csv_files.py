@@ -12,6 +12,7 @@ from trainer.datasets.files.input_checks import check_columns
 from trainer.datasets.library import place_of_file
 from trainer.errors import UserError
 
+QUOTES = 'text behind the closing quote of a field; a field in quotes spells a quote as ""'
 OTHER_MARKS = (";", "\t", "|")  # that some programs write between columns
 
 
@@ -73,15 +74,21 @@ def _is_row(row: list[str]) -> bool:
 def find_csv_fault(path: str) -> tuple[str, str] | None:
     """Find the first row with more or fewer fields than the header: (line, what is wrong there), or None.
 
-    Empty fields beyond the header do not count. pandas would fill a row up with empty texts, without a word.
+    Empty fields beyond the header do not count. pandas would fill a row up with empty texts, without a word, and drop the
+    quotes of a field that goes on behind its closing one.
     """
     csv.field_size_limit(sys.maxsize)  # a long text is not a fault
     with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.reader(file)
+        reader = csv.reader(file, strict=True)
         num_columns, first_line = 0, 1
-        for row in reader:
+        while True:
+            try:
+                row = next(reader, None)
+            except csv.Error as error:
+                return f"line {first_line}", QUOTES if "expected after" in str(error) else str(error)
+            if row is None:
+                return None
             if num_columns and (any(row[num_columns:]) or (len(row) < num_columns and _is_row(row))):
                 return f"line {first_line}", f"{len(row)} fields where the header has {num_columns}"
             num_columns = num_columns or (len(row) if _is_row(row) else 0)
             first_line = reader.line_num + 1
-    return None

@@ -8,6 +8,7 @@ import datasets
 from trainer.datasets.files.csv_files import read_csv_files
 from trainer.datasets.files.input_checks import check_files
 from trainer.datasets.files.json_files import read_json_files
+from trainer.datasets.files.line_files import read_text_files
 from trainer.datasets.files.read_faults import explain
 from trainer.datasets.files.set_names import COMPRESSED, FORMATS, LINES, cure_of, kind_of_file
 from trainer.errors import UserError
@@ -55,4 +56,6 @@ def _read_kind(kind: str, patterns: dict[str, list[str]], names: list[str], wher
         return read_json_files(patterns)
     if kind == "csv":
         return read_csv_files(patterns, names, where)
+    if kind == "text":
+        return read_text_files(patterns, names, where)
     return datasets.load_dataset(kind, data_files=patterns)

@@ -13,7 +13,7 @@ from datasets import data_files
 
 from trainer.comma_separated import names_in
 from trainer.datasets.files.input_checks import check_file
-from trainer.datasets.files.line_files import Lines
+from trainer.datasets.files.line_files import ENCODING, Lines
 from trainer.datasets.files.mixing import joined
 from trainer.datasets.files.read_faults import cure_of_map
 from trainer.datasets.files.tar_files import open_tar_files
@@ -141,6 +141,7 @@ def _open(files: list[str], where: str) -> datasets.IterableDataset:
     try:
         if kind == "text":
             own = {"features": datasets.Features({LINE: datasets.Value("string")}), "chunksize": CHUNK_BYTES}
+            own["encoding"] = ENCODING
             return Lines(data_files=patterns, **own).as_streaming_dataset(split="train")
         return datasets.load_dataset(kind, data_files=patterns, split="train", streaming=True)
     except Exception as error:  # of any type: the library's message says what is wrong
