@@ -3,7 +3,7 @@
 import datasets
 import pytest
 from tiny_tokenizers import bpe, byte_tokenizer, template
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from trainer.datasets.samples.preference import tokenize_preference
@@ -93,3 +93,47 @@ def test_what_a_normalizer_drops_and_unknown_words_are_named():
     assert "[UNK], its unknown token" in line
     assert not warnings(tokenize_sft, [{"messages": talk("Fog", "Fog")}], tokenizer, **SFT)
     assert not warnings(tokenize_sft, [{"messages": talk("Fog", "rain")}], bpe("<|endoftext|>", template(END)), **SFT)
+
+
+NORMALIZED = {
+    "Strip": (normalizers.Strip(), "at the ends of texts", "U+0020"),
+    "NFKC": (normalizers.NFKC(), "as others", "\u2460 \ufb01"),
+    "NFKC of spaces": (normalizers.NFKC(), "as a space", "U+00A0"),
+    "Lowercase": (normalizers.Lowercase(), "as others", "F Q"),
+    "Bert": (normalizers.BertNormalizer(lowercase=False), "as a space", "U+0009 U+000A U+00A0"),
+    "Bert of controls": (normalizers.BertNormalizer(lowercase=False), "drops these characters,", "U+0007 U+200B"),
+    "Replace": (normalizers.Replace("\n", " "), "as a space", "U+000A"),
+    "runs": (normalizers.Replace(Regex(" +"), " "), "as one", "U+0020"),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_what_a_normalizer_makes_of_white_space_controls_and_letters_is_named(name):
+    normalizer, text, letters = NORMALIZED[name]
+    tokenizer = byte_tokenizer(template(END))
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    rows = [
+        {"prompt": "Q\t\u00a0\u2460\nu", "completion": "F\x07\u200b\ufb01  e "},
+        {"prompt": "q", "completion": "e\u0301 a"},
+    ]
+    own = [line for line in warnings(tokenize_sft, rows, tokenizer, **SFT) if text in line]
+    assert [line.partition(", in ")[2] for line in own] == [f"1 rows: {letters}"]
+
+
+def test_unicode_forms_of_one_character_and_byte_tokenizers_lose_nothing():
+    rows = [{"messages": talk(" \t\u00e9 e\u0301\r\n", " F\x07\u200b\ufeff\u2028  ")}]
+    for normalizer in (None, normalizers.NFC(), normalizers.NFD()):
+        tokenizer = byte_tokenizer(template(END))
+        if normalizer:
+            tokenizer.backend_tokenizer.normalizer = normalizer
+        assert not warnings(tokenize_sft, rows, tokenizer, **SFT)
+
+
+def test_a_template_that_trims_messages_is_named_with_the_number_of_rows():
+    tokenizer = byte_tokenizer(template(END).replace("m.content", "m.content|trim"))
+    rows = [{"messages": talk(question, answer)} for question, answer in ((" a", "b"), ("a", "b\n"), ("a", "b"))]
+    _, ledger = tokenize_sft(datasets.Dataset.from_list(rows), tokenizer, **COMMON, **SFT)
+    named = "the chat template leaves out white space at the ends of messages ({} rows)"
+    assert named.format(2) in ledger.lines
+    _, ledger = tokenize_sft(datasets.Dataset.from_list(rows), byte_tokenizer(template(END)), **COMMON, **SFT)
+    assert not [line for line in ledger.lines if "white space" in line]

@@ -3,21 +3,23 @@
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unicodedata import normalize
 
 from trainer.datasets.conversations.control_tokens import BREAK
 from trainer.datasets.conversations.messages import CONTENTS, THOUGHTS, role_of
 from trainer.datasets.shapes.notes import Notes, counted
 
-_dropped: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by tokenizer: {character: whether it is dropped}
+_fates: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by tokenizer: {character: its sets of `Notes`}
 
 
 def note_lost(notes: Notes, tokenizer: Any, values: Iterable[Any], *ids: list[int]) -> None:
-    """Note what the `ids` of a row lack of the texts and messages in its `values`: see `lost_letters`.
+    """Note what the `ids` of a row lack of the texts and messages in its `values`: see `fates_of`.
 
     Thoughts of the assistant are searched in the decoded ids, without white space.
     """
     values = list(values)
-    notes.lost |= lost_letters(tokenizer, values)
+    for name, letters in fates_of(tokenizer, values).items():
+        getattr(notes, name).update(letters)
     if _lost_thoughts(tokenizer, values, ids):
         notes.facts.add(counted("the chat template leaves out the thoughts of earlier turns ({} rows)"))
     unknown, others = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
@@ -50,26 +52,62 @@ def _thoughts(message: dict) -> Iterator[str]:
 
 
 def lost_letters(tokenizer: Any, values: Iterable[Any]) -> set[str]:
-    """The characters in the texts of `values` that give no token, for a line of a run.
+    """The characters in the texts of `values` that give no token, for a line of a run."""
+    return fates_of(tokenizer, values)["lost"]
 
-    Byte-level tokenizers without all 256 bytes drop characters, and so do normalizers that clean texts. White space,
-    ASCII control characters and the breaks of `control_tokens` do not count.
+
+def fates_of(tokenizer: Any, values: Iterable[Any]) -> dict[str, set[str]]:
+    """The characters in the texts of `values` that do not become tokens of their own: see LINES of `notes`.
+
+    Byte-level tokenizers without all 256 bytes drop characters. Normalizers clean texts, or make a space of a tab. Each
+    character is tried between two letters, and at both ends. The breaks of `control_tokens` do not count.
     """
     tokenizer = getattr(tokenizer, "of_texts", tokenizer)
-    known = _dropped.setdefault(tokenizer, {})
-    found = set()
-    for letter in set().union(*_texts(list(values))):
+    known = _fates.setdefault(tokenizer, {})
+    found: dict[str, set[str]] = {name: set() for name in ("lost", "spaces", "changed", "runs", "ends")}
+    texts = list(_texts(list(values)))
+    for letter in set().union(*texts) - {BREAK}:
         if letter not in known:
-            known[letter] = _is_dropped(tokenizer, letter)
-        if known[letter]:
-            found.add(letter if letter.isprintable() and letter != "," else f"U+{ord(letter):04X}")
+            known[letter] = _fate(tokenizer, letter)
+        for fate in known[letter]:
+            if _is_met(fate, letter, texts):
+                shown = letter.isprintable() and letter not in ", "
+                found[fate].add(letter if shown else f"U+{ord(letter):04X}")
     return found
 
 
-def _is_dropped(tokenizer: Any, letter: str) -> bool:
-    if letter.isspace() or letter == BREAK or letter < " ":
-        return False
-    return not tokenizer(letter, add_special_tokens=False)["input_ids"]
+def _is_met(fate: str, letter: str, texts: list[str]) -> bool:
+    """Whether texts with a character have it where its fate meets it: twice in turn, or at an end."""
+    if fate == "runs":
+        return any(letter * 2 in text for text in texts)
+    return fate != "ends" or any(letter in (text[:1], text[-1:]) for text in texts)
+
+
+def _fate(tokenizer: Any, letter: str) -> tuple[str, ...]:
+    """What happens to a character: the names of its sets in `Notes`."""
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    alone, inside, without = ids(letter), ids(f"a{letter}b"), ids("ab")
+    is_space, is_odd = letter.isspace(), tokenizer.unk_token_id in inside or not without
+    if (not alone and not is_space) or (inside == without and not is_odd):
+        return ("lost",)
+    if is_odd:
+        return ()
+    if not is_space:
+        return ("changed",) if _is_changed(tokenizer, letter) else ()
+    found = ["spaces"] if letter != " " and inside == ids("a b") else []
+    found += ["runs"] if ids(f"a{letter * 2}b") == inside else []
+    return (*found, "ends") if ids(f"a{letter}") == ids("a") else tuple(found)
+
+
+def _is_changed(tokenizer: Any, letter: str) -> bool:
+    """Whether a normalizer makes another character of this one, such as a small letter. NFC and NFD have the same ones."""
+    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
+    return normalizer is not None and normalize("NFD", letter) not in normalize(
+        "NFD", normalizer.normalize_str(f"a{letter}b")
+    )
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -52,6 +52,13 @@ def unshown_keys(messages: list[dict], text: str) -> set[str]:
     return {key for key, value in found if isinstance(value, str) and value.strip() and not _is_in(value, shown)}
 
 
+def has_trimmed(messages: list[dict], text: str) -> bool:
+    """Whether the rendered conversation has the text of a message without the white space at its ends."""
+    parts = [part for message in messages for part in _texts_of(message) if part.strip() not in ("", part)]
+    lost = [part for part in parts if not any(form in text for form in (part, *_json_forms(part)))]
+    return any(part.strip() in text for part in lost)
+
+
 def _left_out_by_role(roles: list[str], render: Callable[[list[dict]], str], key: tuple) -> list[int]:
     """The messages that the template leaves out of a conversation of these roles, whose texts are found nowhere else.
 
@@ -78,13 +85,17 @@ def _left_out(number: int, message: dict, part: str) -> UserError:
 
 def _parts(message: dict) -> Iterator[str]:
     """The texts of a message that a template has to show: not thoughts, which templates may drop."""
-    content = message.get("content") or ""
-    if message["role"] == "assistant":
-        content = content.rpartition("</think>")[2]
-    yield from content.split(MARK)
+    yield from _texts_of(message)
     for call in message.get("tool_calls") or []:
         for part in (call, call.get("function") or {}):
             yield from _strings([child for key, child in part.items() if key not in FORMAT])
+
+
+def _texts_of(message: dict) -> list[str]:
+    content = message.get("content") or ""
+    if message["role"] == "assistant":
+        content = content.rpartition("</think>")[2]
+    return content.split(MARK)
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -109,5 +120,8 @@ def _squash(text: str) -> str:
 def _is_in(part: str, shown: str) -> bool:
     if _squash(part) in shown:
         return True
-    forms = {json.dumps(part.strip(), ensure_ascii=ascii)[1:-1] for ascii in (False, True)}
-    return any(_squash(form) in shown for form in forms)
+    return any(_squash(form) in shown for form in _json_forms(part.strip()))
+
+
+def _json_forms(text: str) -> set[str]:
+    return {json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)}

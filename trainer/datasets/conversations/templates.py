@@ -24,7 +24,7 @@ from trainer.datasets.conversations.difference_masks import REMEDY, difference_s
 from trainer.datasets.conversations.lost_characters import lost_letters
 from trainer.datasets.conversations.messages import THOUGHTS, TRAIN, reads
 from trainer.datasets.conversations.rendering import FLAG, chat_template, note_of_choice, render, templates_by_name
-from trainer.datasets.conversations.shown_texts import check_shown, unshown_keys
+from trainer.datasets.conversations.shown_texts import check_shown, has_trimmed, unshown_keys
 from trainer.datasets.conversations.tool_arguments import fit_arguments
 from trainer.datasets.rows import json_text
 from trainer.datasets.shapes.columns import TEMPLATE_ARGS
@@ -39,6 +39,7 @@ LOST = (
     "WARNING: {} of {} turns of the assistant have no loss: the chat template shows them otherwise than the model writes "
     "them, such as without their thoughts (--train_on last, or a template that keeps them, cures that)"
 )
+TRIMMED = "the chat template leaves out white space at the ends of messages ({} rows)"
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TAKES_CALLS_WITHOUT_CONTENT = re.compile(r"content'?\]? is none")
 _frames: dict[tuple[str, ...], str] = {}  # by template and special tokens
@@ -261,6 +262,8 @@ def _check_shown(tokenizer: Any, messages: list[dict], tools: list | None, text:
     key = chat_template(tokenizer, tools), repr(getattr(tokenizer, "template_args", None)), bool(tools)
     check_shown(messages, tools, text, texts, key)
     notes.keys |= unshown_keys(messages, text)
+    if has_trimmed(messages, text):
+        notes.facts.add(counted(TRIMMED))
 
 
 def _frame(tokenizer: Any) -> str:

@@ -6,12 +6,24 @@ from dataclasses import dataclass, field
 
 NOTE = "note"  # the column of a tokenized row that holds its note
 SEPARATOR, UNIT = "\t", "\x1f"
-SHOWN = 10  # characters that are dropped
+SHOWN = 10  # characters of a line
+# names of a row that one line has for all rows; `{rows}` have some, `{first}` are the first ones
+LINES = {
+    "columns": "columns not used: {all}",
+    "keys": "keys of messages not used: {all}",
+    "lost": "WARNING: the tokenizer drops these characters, in {rows} rows: {first}",
+    "spaces": "WARNING: the tokenizer reads these characters as a space, in {rows} rows: {first}",
+    "changed": "WARNING: the tokenizer reads these characters as others, in {rows} rows: {first}",
+    "runs": "WARNING: the tokenizer reads several of these characters as one, in {rows} rows: {first}",
+    "ends": "WARNING: the tokenizer drops these characters at the ends of texts, in {rows} rows: {first}",
+    "marks": "WARNING: {rows} rows hold {all} as plain text, because they have no column of that kind",
+    "left_out": "",
+}
 
 
 @dataclass
 class Notes:
-    """What is known of one row. `facts` are whole sentences, `lost` characters that the tokenizer drops.
+    """What is known of one row. `facts` are whole sentences. `lost` and the sets behind it are characters: see LINES.
 
     `left_out` are the names of --ignore_columns that the row has, as columns or as keys of messages.
     """
@@ -21,12 +33,16 @@ class Notes:
     keys: set[str] = field(default_factory=set)  # of messages and their parts, not used
     facts: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
+    spaces: set[str] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
+    runs: set[str] = field(default_factory=set)
+    ends: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
     marks: set[str] = field(default_factory=set)  # of images, videos and audios that the row does not have
 
     def as_text(self) -> str:
         """The note as a column has it. Few different notes exist in a set."""
-        sets = (self.columns, self.keys, self.lost, self.left_out, self.marks)
+        sets = (getattr(self, name) for name in LINES)
         return SEPARATOR.join([self.shape, *(", ".join(sorted(names)) for names in sets), *sorted(self.facts)])
 
 
@@ -41,16 +57,16 @@ def counted(text: str, *numbers: int, without: str = "") -> str:
 def summary_of_notes(notes: Iterable[str]) -> tuple[list[str], set[str]]:
     """The lines for the start of a run, and what `left_out` of some rows has together."""
     shapes: Counter = Counter()
-    columns, keys, lost, left_out, marks, facts, num_lossy, num_marked = *(set() for _ in range(6)), 0, 0
-    sums: dict[tuple[str, str], list[int]] = {}  # of `counted`
+    found: dict[str, set[str]] = {name: set() for name in LINES}
+    rows = dict.fromkeys(LINES, 0)
+    facts, sums = set(), {}  # of `counted`: {(text, without): numbers}
     for note, count in Counter(notes).items():
-        shape, *names = note.split(SEPARATOR) if note else [""] * 6
+        shape, *names = note.split(SEPARATOR) if note else [""] * (1 + len(LINES))
         shapes[shape] += count
-        for found, own in zip((columns, keys, lost, left_out, marks), names):
-            found |= set(own.split(", ")) - {""}
-        num_lossy += count * bool(names[2])
-        num_marked += count * bool(names[4])
-        for fact in names[5:]:
+        for kind, own in zip(LINES, names):
+            found[kind] |= set(own.split(", ")) - {""}
+            rows[kind] += count * bool(own)
+        for fact in names[len(LINES) :]:
             text, *rest = fact.split(UNIT)
             if not rest:
                 facts.add(fact)
@@ -61,15 +77,9 @@ def summary_of_notes(notes: Iterable[str]) -> tuple[list[str], set[str]]:
     shapes.pop("", None)
     total = sum(shapes.values())
     lines = [shape if count == total else f"{count} of them: {shape}" for shape, count in shapes.items()]
-    if columns:
-        lines.append(f"columns not used: {', '.join(sorted(columns))}")
-    if keys:
-        lines.append(f"keys of messages not used: {', '.join(sorted(keys))}")
-    if lost:
-        first = " ".join(sorted(lost)[:SHOWN]) + " ..." * (len(lost) > SHOWN)
-        lines.append(f"WARNING: the tokenizer drops these characters, in {num_lossy} rows: {first}")
-    if marks:
-        shown = ", ".join(sorted(marks))
-        lines.append(f"WARNING: {num_marked} rows hold {shown} as plain text, because they have no column of that kind")
-    found = [(text if values[0] else without).format(*values) for (text, without), values in sums.items()]
-    return lines + sorted(facts) + sorted(line for line in found if line), left_out
+    for kind, text in LINES.items():
+        if text and (all_names := sorted(found[kind])):
+            first = " ".join(all_names[:SHOWN]) + " ..." * (len(all_names) > SHOWN)
+            lines.append(text.format(rows=rows[kind], all=", ".join(all_names), first=first))
+    told = [(text if values[0] else without).format(*values) for (text, without), values in sums.items()]
+    return lines + sorted(facts) + sorted(line for line in told if line), found["left_out"]
