@@ -8,8 +8,7 @@
    - `add_advantages`: from the scores to one advantage for each generated token
    - for each batch of responses: one step of the critic, one step of the policy
 
-Every rank runs the same program, and knows the scores and sizes of all samples of a rollout. The tokens of a sample are
-only where it was generated, and then where it is trained (`rollout/placement.py`).
+Every rank runs the same program, and knows the scores and sizes of all samples. See `rollout/placement.py` for tokens.
 """
 
 import contextlib
