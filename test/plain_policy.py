@@ -11,7 +11,7 @@ import torch
 
 from trainer.cli.train_ppo import parse
 from trainer.methods.ppo import add_advantages, add_log_probs
-from trainer.methods.ppo_state import RLState
+from trainer.methods.ppo_state import EntropyCoef, RLState
 from trainer.methods.roles import make_policy_loss
 from trainer.rollout.micro_batches import SampleSet, collate_samples
 from trainer.rollout.placement import Part
@@ -79,13 +79,13 @@ def found_results(args, old, policy, reference=None, values=None, samples=None) 
     roles = SimpleNamespace(
         routers=None, actor=(old,), has_reference=bool(args.kl.init_kl_coef), reference=reference, critic=None
     )
-    state = RLState(None, args.kl.init_kl_coef)
+    state = RLState(None, args.kl.init_kl_coef, entropy=EntropyCoef(args.advantage.entropy_loss_coef))
     part = Part(strategy, samples, None)
     flat = add_log_probs(strategy, roles, [batch, batch], options, part)  # two: off-policy
     if args.advantage.advantage_estimator == "gae":
         flat["old_values"] = values
     add_advantages([batch], samples, part, flat, state, options)
-    loss_fn = make_policy_loss(options.policy, lambda: state.kl_coef, None, lambda *_: None)
+    loss_fn = make_policy_loss(options.policy, *state.coefs(options), None, lambda *_: None)
     results = [loss_fn(policy, part) for part in parts]
     assert sum(int(count) for _, count, _ in results) == batch.num_targets
     return results, batch.num_targets

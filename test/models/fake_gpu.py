@@ -112,7 +112,7 @@ def runs_of(mode: FakeTensorMode, packed: bool, chunks: str, every_loss: bool) -
         reference = make_model(Qwen3ForCausalLM, packed).requires_grad_(False)
         sums = mode.from_tensor(torch.ones(2, dtype=torch.float64)).to(DEVICE)
     policy, kto = (
-        {"entropy_coef": 0.01, "kl_estimator": "k3", "value_clip": 0.2},
+        {"kl_estimator": "k3", "value_clip": 0.2},
         make_kto_loss(0.1, 1, 1, reference, None),
     )
     runs = {
@@ -127,7 +127,7 @@ def runs_of(mode: FakeTensorMode, packed: bool, chunks: str, every_loss: bool) -
     for name in REWARD_LOSSES if every_loss else ("sigmoid",):
         runs[f"reward {name}"] = (Qwen3ForSequenceClassification, make_reward_loss(name, None), of_pairs)
     for name in POLICY_LOSSES if every_loss else ("gspo",):
-        loss = make_policy_loss(PolicyOptions(loss=name, **policy), lambda: 0.1, None, lambda *_: None)
+        loss = make_policy_loss(PolicyOptions(loss=name, **policy), lambda: 0.1, lambda: 0.01, None, lambda *_: None)
         runs[f"policy {name}"] = (Qwen3ForCausalLM, loss, of_samples)
     return runs
 

@@ -41,7 +41,7 @@ def test_a_policy_loss_by_chunks_needs_no_tensor_of_tokens_times_vocabulary(monk
     results, views, model = [], [], make_model()
     model.register_forward_hook(lambda _module, _inputs, output: views.append(output.logits._is_view()))
     loss_fn = make_policy_loss(
-        PolicyOptions(entropy_coef=entropy_coef, kl_estimator="k3"), lambda: 0.1, None, lambda *_: None
+        PolicyOptions(kl_estimator="k3"), lambda: 0.1, lambda: entropy_coef, None, lambda *_: None
     )
     for chunk_bytes in (2**27, 4 * VOCAB * 8):
         monkeypatch.setattr(token_losses, "CHUNK_BYTES", chunk_bytes)

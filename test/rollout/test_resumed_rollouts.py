@@ -39,7 +39,7 @@ def run_state(curriculum: str = "none", origin: str = "a") -> RLState:
 def test_a_checkpoint_keeps_the_weight_of_the_entropy():
     state, options = run_state(), PPOOptions(None, None, None, 0, entropy_target=1.0, entropy_coef_delta=0.5)
     for entropy in (0.9, 0.8, math.nan):
-        state.entropy.update(entropy, options)
+        state.entropy.after_step(entropy, options)
     later = run_state()
     later.load_state_dict(json.loads(json.dumps(state.state_dict())))
     assert later.entropy == state.entropy == EntropyCoef(1.0, 0.8) and later.entropy.now(options) == 1.0

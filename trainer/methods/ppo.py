@@ -207,9 +207,7 @@ def policy_updates(
         with span("train"):
             critic_row = update_critic(strategy, roles.critic, batch, value_loss)
             row = update_actor(run, loop, batch, policy_loss, progress)
-        if options.entropy_target is not None:
-            row["entropy_coef"] = state.entropy.now(options)
-            state.entropy.update(row["entropy"], options)
+        row |= state.entropy.after_step(row["entropy"], options)
         if number == 0:
             facts |= _facts_of_first_update(run, batches, samples, part, flat)
             check_log_probs(facts["rollout_logprob_diff"], options.max_logprob_diff)
@@ -344,10 +342,7 @@ def _losses(run: PPORun) -> tuple[LossFunction, LossFunction]:
         micro_batch["noted_log_probs"] = log_probs
 
     policy, state = run.options.policy, run.state
-    of_entropy = (lambda: state.entropy.now(run.options)) if run.options.entropy_target is not None else None
-    loss_fn = make_policy_loss(
-        policy, lambda: state.kl_coef, run.sp_group, note_log_probs, run.roles.routers, of_entropy
-    )
+    loss_fn = make_policy_loss(policy, *state.coefs(run.options), run.sp_group, note_log_probs, run.roles.routers)
     return (run.change_loss(loss_fn) if run.change_loss else loss_fn), make_value_loss(policy, run.sp_group)
 
 

@@ -75,13 +75,20 @@ class EntropyCoef:
     last: Optional[float] = None  # the mean entropy of the last step, in nats
 
     def now(self, options: PPOOptions) -> float:
-        """The coefficient of this step."""
-        return self.value if self.last is not None and self.last <= options.entropy_target else 0.0
+        """The coefficient of this step. Without a target it is constant."""
+        target = options.entropy_target
+        return self.value if target is None or (self.last is not None and self.last <= target) else 0.0
 
-    def update(self, entropy: float, options: PPOOptions) -> None:
-        """Note the mean entropy of a step. One that is not finite changes nothing."""
-        if not math.isfinite(entropy):
-            return
+    def after_step(self, entropy: float, options: PPOOptions) -> dict[str, float]:
+        """The metrics of a step with this mean entropy. One that is not finite changes nothing."""
+        if options.entropy_target is None:
+            return {}
+        used = {"entropy_coef": self.now(options)}
+        if math.isfinite(entropy):
+            self._adapt(entropy, options)
+        return used
+
+    def _adapt(self, entropy: float, options: PPOOptions) -> None:
         change = options.entropy_coef_delta if entropy <= options.entropy_target else -options.entropy_coef_delta
         self.value, self.last = min(max(self.value + change, 0.0), options.entropy_coef_max), entropy
 
@@ -126,6 +133,10 @@ class RLState:
     origin: str = ""
     histories: dict[int, str] = field(default_factory=lambda: {0: ""})
     num_histories: int = 1
+
+    def coefs(self, options: PPOOptions) -> tuple[Callable[[], float], Callable[[], float]]:
+        """Functions to the coefficients of the KL and of the entropy in the loss of the present step."""
+        return lambda: self.kl_coef, lambda: self.entropy.now(options)
 
     def link(self) -> str:
         """The mark of samples that the present weights generate."""

@@ -1,7 +1,6 @@
 """The roles of RLHF: policy and reference, critic, reward model. Each is a prepared model and one function."""
 
 from collections.abc import Callable
-from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -60,18 +59,18 @@ def denominator(micro_batch: dict, loss_agg: str, sp_group) -> torch.Tensor:
 def make_policy_loss(
     options: PolicyOptions,
     kl_coef: Callable[[], float],
+    entropy_coef: Callable[[], float],
     sp_group,
     note_log_probs: Callable[[dict, torch.Tensor], None],
     routers=None,
-    entropy_coef: Optional[Callable[[], float]] = None,
 ) -> Callable:
     """The loss function of the policy, for `loop.forward_backward`.
 
     Micro-batches carry advantages and, if needed, old_log_probs, ref_log_probs, rollout_log_probs and tis_weights, each
     (rows, tokens). Only a rollout with a single update may lack old_log_probs. The current log-probs are then the old
-    ones. The loss passes the current ones to `note_log_probs(micro_batch, log_probs)`. `kl_coef()` is the current
-    coefficient, and so is `entropy_coef()`; without it, it is that of `options`. Metrics are means over response tokens, but
-    policy_loss is a mean like the loss. `routers`: see `policy_log_probs`.
+    ones. The loss passes the current ones to `note_log_probs(micro_batch, log_probs)`. `kl_coef()` and
+    `entropy_coef()` are the current coefficients. Metrics are means over response tokens, but policy_loss is a mean like the
+    loss. `routers`: see `policy_log_probs`.
     """
 
     def policy_loss(model, micro_batch: dict):
@@ -79,7 +78,7 @@ def make_policy_loss(
         keep = labels != IGNORE
         if routers:
             routers.use(micro_batch)
-        of_entropy = entropy_coef() if entropy_coef else options.entropy_coef
+        of_entropy = entropy_coef()
         log_probs, entropies = policy_values(model, micro_batch, options.temperature, bool(of_entropy))
         log_probs = log_probs.double()
         note_log_probs(micro_batch, log_probs.detach())

@@ -114,7 +114,6 @@ class PolicyOptions:
     eps_low: float = 0.2
     eps_high: float = 0.2
     dual_clip: Optional[float] = None
-    entropy_coef: float = 0.0
     kl_estimator: Optional[str] = None
     kl_unbiased: bool = False  # the term times pi / pi_old, with its gradient
     value_clip: Optional[float] = None

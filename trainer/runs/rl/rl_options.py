@@ -88,7 +88,6 @@ def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):
         eps_low=args.advantage.eps_clip,
         eps_high=args.advantage.eps_clip if args.advantage.eps_clip_high is None else args.advantage.eps_clip_high,
         dual_clip=args.advantage.dual_clip,
-        entropy_coef=args.advantage.entropy_loss_coef,
         kl_estimator=args.kl.kl_estimator if args.kl.use_kl_loss else None,
         kl_unbiased=args.kl.kl_unbiased,
         value_clip=args.critic.value_clip,
