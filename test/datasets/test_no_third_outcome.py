@@ -149,6 +149,15 @@ class Rows(list):
     def column_names(self):
         return list(dict.fromkeys(key for row in self for key in row))
 
+    def select_columns(self, names):
+        return Rows({name: row.get(name) for name in names} for row in self)
+
+    def select(self, numbers):
+        return Rows(self[number] for number in numbers)
+
+    def add_column(self, name, values, feature):
+        return Rows({**row, name: value} for row, value in zip(self, values, strict=True))
+
 
 def mapped(rows, function, *, folder, key, features, num_proc, **facts):
     return Dataset.from_list([function(row, i, **facts) for i, row in enumerate(rows)], features=features)
