@@ -149,6 +149,9 @@ class Rows(list):
     def column_names(self):
         return list(dict.fromkeys(key for row in self for key in row))
 
+    def rename_column(self, old, new):
+        return Rows({new if name == old else name: value for name, value in row.items()} for row in self)
+
     def select_columns(self, names):
         return Rows({name: row.get(name) for name in names} for row in self)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset, Features, List, Value
 
+from trainer.comma_separated import names_in
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.lost_characters import note_lost
 from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state, trains_stop
@@ -37,6 +38,7 @@ from trainer.datasets.shapes.prompt_part import is_answer
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.row_reader import PAIRS
 from trainer.datasets.shapes.row_refusals import refuse_other_sets
+from trainer.datasets.shapes.spellings import with_known_names
 from trainer.errors import UserError
 
 SENTENCE = (
@@ -110,6 +112,9 @@ def pair_tokens(
     where the answer begins, so a mean would include the prompt. The prompt cancels only in differences of sums.
     `scored`: the pairs are those of a reward model.
     """
+    rows, renamed = with_known_names(
+        rows, [prompt_key, chosen_key, rejected_key, margin_key, *names_in(ignore_columns)]
+    )
     columns = rows.column_names
     keys = {"--prompt_key": prompt_key, "--chosen_key": chosen_key, "--rejected_key": rejected_key}
     answers = ANSWERS if BESIDE_ANSWER in columns else ()
@@ -119,6 +124,7 @@ def pair_tokens(
         refuse_other_sets(columns, flag)
     check_keys(columns, flag, {**{f: key for f, key in keys.items() if f not in there}, "--margin_key": margin_key})
     reading = {"ignored": ignore_columns, "system": system, "taken": (margin_key,) if margin_key else ()}
+    reading["renamed"] = renamed
     options = answer_options(
         rows, tokenizer, PAIRS, keys, SIDES, input_template, apply_chat_template, max_len, scored, **reading
     )

@@ -47,6 +47,7 @@ from trainer.datasets.shapes.columns import EMPTY as NO_VALUE
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.row_reader import ANSWER, RowReader
 from trainer.datasets.shapes.row_refusals import refuse_other_sets
+from trainer.datasets.shapes.spellings import with_known_names
 from trainer.errors import UserError
 
 SENTENCE = (
@@ -130,7 +131,10 @@ def answer_tokens(
 
     A row is a pair, which becomes two answers, or it has a single answer and a label.
     """
-    columns = [name for name in rows.column_names if name not in names_in(ignore_columns)]
+    ignored = names_in(ignore_columns)
+    named = [prompt_key, completion_key, label_key, chosen_key, rejected_key]
+    rows, renamed = with_known_names(rows, [*named, *ignored])
+    columns = [name for name in rows.column_names if name not in ignored]
     labels = [label_key, *(name for name in LABELS if name != label_key)] if label_key in LABELS else [label_key]
     keys = {"--prompt_key": prompt_key, "--completion_key": completion_key}
     pair_keys = dict(zip(PAIR_FLAGS, (chosen_key, rejected_key)))
@@ -153,6 +157,7 @@ def answer_tokens(
         "system": system,
         "taken": tuple(labels),
         "pair_keys": (chosen_key, rejected_key),
+        "renamed": renamed,
     }
     options = answer_options(
         rows, tokenizer, ANSWER, keys, ("completion",), input_template, apply_chat_template, max_len, **reading

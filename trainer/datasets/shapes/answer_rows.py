@@ -17,9 +17,10 @@ from trainer.datasets.shapes.columns import (
     Columns,
 )
 from trainer.datasets.shapes.notes import Notes
-from trainer.datasets.shapes.prompt_part import PromptPart, add_system, is_answer, refuse_places, texts_of
+from trainer.datasets.shapes.prompt_part import PromptPart, add_system, all_text, is_answer, refuse_places, texts_of
 from trainer.datasets.shapes.reading import TRANSCRIPTS, Found, Reading, after, answer_of, has_turns, prompt_of
 from trainer.datasets.shapes.row_refusals import no_question
+from trainer.datasets.shapes.spellings import refuse_unknown_prompt
 from trainer.datasets.shapes.transcripts import is_transcript, turns_of
 from trainer.errors import UserError
 
@@ -112,6 +113,8 @@ def _with_answers(
     is_without = prompt.value is None and not whole and not all(map(is_transcript, answers.values()))
     if is_without and any(name in columns.names for name in BEFORE_ANSWER):
         raise no_question(columns, None)
+    if is_without:
+        refuse_unknown_prompt(columns, list(map(all_text, answers.values())))
     for value in whole:
         prompt.value = _without_shared(prompt, value)
     if len(whole) < sum(value is not None for value in answers.values()):

@@ -41,6 +41,7 @@ class Reading:
     input_template: bool = False  # --input_template
     openings: tuple[str, ...] = ()  # a prompt that begins with one is rendered already: see `openings_of`
     drop_answer: bool = False  # of prompts that end with one
+    renamed: tuple[str, ...] = ()  # what was said of columns in another spelling
     narrow: tuple[str, ...] = ()  # columns of numbers with fewer than 64 bits
 
     @property

@@ -57,6 +57,7 @@ class RowReader(Reading):
         if isinstance(row, ReadRow):
             return row
         columns, notes = Columns(row, self.ignored, self.taken), Notes()
+        notes.facts |= set(self.renamed)
         found = _READERS[self.task](self, columns, notes)
         notes.left_out |= {name for name in self.ignored if has_name(row, columns, name)}
         parts = {name: without_keys(value, self.ignored) for name, value in found.parts.items()}
