@@ -45,6 +45,7 @@ from trainer.datasets.shapes.columns import (
 )
 from trainer.datasets.shapes.columns import EMPTY as NO_VALUE
 from trainer.datasets.shapes.notes import NOTE
+from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.row_reader import ANSWER, RowReader
 from trainer.datasets.shapes.row_refusals import refuse_other_sets
 from trainer.datasets.shapes.spellings import with_known_names
@@ -198,7 +199,7 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: AnswerOption
     with within(f"{flag} row {index + 1}"):
         row = options.reader.read(row)
         side = row.columns.get(SIDE)
-        label = side == "chosen" if side else _label(row.columns, options.reader)
+        label = side == "chosen" if side else _label(row, options.reader)
         ids, mask = tokenize_answer(row, "completion", tokenizer, options)
     note_lost(row.notes, tokenizer, row.data(), ids)
     cut, cut_mask = ids[: options.max_len], mask[: options.max_len]
@@ -220,8 +221,9 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: AnswerOption
     }
 
 
-def _label(row: Any, reader: RowReader) -> bool:
+def _label(read: ReadRow, reader: RowReader) -> bool:
     """Whether a single answer is good. Raises UserError for no label, and for two that contradict each other."""
+    row = read.columns
     values = {name: lookup(row, name) for name in reader.taken if name not in reader.ignored}
     key, value = next(((n, v) for n, v in values.items() if v not in NO_VALUE), (reader.taken[0], None))
     label = truth_value(value)
@@ -229,11 +231,23 @@ def _label(row: Any, reader: RowReader) -> bool:
         found = "no value, and no pair" if value is None else repr(value)
         raise UserError(f"--label_key {key}", found, "true or false, 1 or 0")
     others = [name for name in row if plain_name(name) in VERDICTS and name not in reader.ignored]
+    _check_messages(read, label, reader.ignored)
     for other in others if key in LABELS else ():
         if truth_value(row[other]) not in (None, label):
             found = f"{value!r} and {row[other]!r}"
             raise UserError(f"columns {key} and {other}", found, f"one label; {IGNORE} with one of them")
     return label
+
+
+def _check_messages(row: ReadRow, label: bool, ignored: tuple[str, ...]) -> None:
+    """Raise UserError for a message whose own label is another one than that of its row."""
+    for part in ("prompt", "completion"):
+        for number, message in enumerate(row[part] if isinstance(row[part], list) else [], 1):
+            keys = [key for key in message if plain_name(key) in VERDICTS] if isinstance(message, dict) else []
+            for key in keys:
+                if key not in ignored and truth_value(message[key]) is (not label):
+                    found = f"{message[key]!r} contradicts the label of the row"
+                    raise UserError(f"{row.where[part]} message {number} {key}", found, f"{IGNORE} {key}")
 
 
 def mismatched(sample: dict, max_len: int) -> dict:

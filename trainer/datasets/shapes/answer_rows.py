@@ -5,6 +5,7 @@ from typing import Any
 
 from trainer.datasets.conversations.messages import CALL, IGNORE, role_of
 from trainer.datasets.rows import column_of_key
+from trainer.datasets.shapes.answer_checks import refuse_doubtful_pair
 from trainer.datasets.shapes.columns import (
     ANSWERS,
     BEFORE_ANSWER,
@@ -17,11 +18,11 @@ from trainer.datasets.shapes.columns import (
     Columns,
 )
 from trainer.datasets.shapes.notes import Notes
-from trainer.datasets.shapes.prompt_part import PromptPart, add_system, all_text, is_answer, refuse_places, texts_of
+from trainer.datasets.shapes.prompt_part import PromptPart, add_system, all_text, is_answer, texts_of
 from trainer.datasets.shapes.reading import TRANSCRIPTS, Found, Reading, after, answer_of, has_turns, prompt_of
 from trainer.datasets.shapes.row_refusals import no_question
 from trainer.datasets.shapes.spellings import refuse_unknown_prompt
-from trainer.datasets.shapes.transcripts import is_transcript, turns_of
+from trainer.datasets.shapes.transcripts import is_cut_transcript, is_transcript, turns_of
 from trainer.errors import UserError
 
 SIDES, PAIR_FLAGS = ("chosen", "rejected"), ("--chosen_key", "--rejected_key")
@@ -34,7 +35,7 @@ def read_pair(reader: Reading, columns: Columns, notes: Notes) -> Found:
     labels = [f"{flag} {key or wanted}" for flag, key, wanted in zip(reader.answer_flags, keys, reader.answer_keys)]
     sides = [answer_of(reader, columns, key, label) if key else None for key, label in zip(keys, labels)]
     prompt = prompt_of(reader, columns, notes)
-    refuse_places(columns, keys)
+    refuse_doubtful_pair(columns, keys)
     if keys[0] is None and keys[1] is not None:
         ends = isinstance(prompt.value, list) and bool(prompt.value) and is_answer(prompt.value[-1])
         beside = keys[1] == BESIDE_ANSWER and not ends
@@ -68,8 +69,10 @@ def read_answer(reader: Reading, columns: Columns, notes: Notes) -> Found:
     if columns.side:
         return _read_side(reader, columns, notes)
     [key], [flag] = reader.answer_keys, reader.answer_flags
+    is_known = key == "completion" and key in columns.row  # then another known answer could be meant
     name = key if column_of_key(columns.row, key) else None
     prompt = prompt_of(reader, columns, notes)
+    name = columns.find(ANSWERS, IGNORE) if is_known else name
     if name is None and not (isinstance(prompt.value, list) and prompt.value and is_answer(prompt.value[-1])):
         name = columns.find(ANSWERS, flag) or columns.find(MORE_ANSWERS, flag)
         if name is None and isinstance(prompt.value, list):
@@ -102,6 +105,9 @@ def _with_answers(
 ) -> Found:
     """A prompt and its answers. Turns that whole conversations share with the prompt stand once."""
     answers = {name: after(prompt, value) for name, value in answers.items()}
+    if prompt.value is None and any(is_cut_transcript(value) for value in answers.values()):
+        found = "begins with Human: and does not end with a turn of Assistant:"
+        raise UserError(f"{reader.answer_flags[0]} {keys[0]}", found, "a conversation that ends with an answer")
     if prompt.value is None and reader.has_template and all(map(is_transcript, answers.values())):
         answers = {name: turns_of(value) for name, value in answers.items()}
         notes.facts.add(TRANSCRIPTS)

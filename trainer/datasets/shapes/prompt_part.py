@@ -213,19 +213,6 @@ def _refuse_other_text(found: PromptPart, columns: Columns) -> None:
             raise UserError(f"column {name}", f"another text than that of {found.names}", f"{IGNORE} with one of them")
 
 
-def refuse_places(columns: Columns, keys: list[str | None]) -> None:
-    """Raise UserError for numbers as the answers of a pair that may be places in a list of another column."""
-    places = [lookup(columns.row, key) for key in keys if key]
-    if len(places) < 2 or not all(type(place) is int for place in places):
-        return
-    lists = [name for name, value in columns.row.items() if isinstance(value, list) and 0 <= max(places) < len(value)]
-    if lists:
-        found = f"numbers, which may be places in column {lists[0]}"
-        raise UserError(
-            f"columns {' and '.join(map(str, keys))}", found, f"the answers as texts, or {IGNORE} {lists[0]}"
-        )
-
-
 def has_name(row: Any, columns: Columns, name: str) -> bool:
     """Whether a row has this name as a column, as a key of a message that was read, or as `a.b` inside an object."""
     head, _, rest = name.partition(".")

@@ -14,6 +14,12 @@ def is_transcript(value: Any) -> bool:
     return MARK.findall(value)[-1] == "Assistant"
 
 
+def is_cut_transcript(value: Any) -> bool:
+    """Whether a text begins with a turn of the human and has one of the assistant, but does not end with one."""
+    is_text = isinstance(value, str) and value.startswith("\n\nHuman:") and "\n\nAssistant:" in value
+    return is_text and not is_transcript(value)
+
+
 def turns_before_answer(value: Any) -> list[dict] | None:
     """The messages of a transcript that ends with the mark of the assistant, without a text behind it."""
     text = f"\n\n{value.strip()}" if isinstance(value, str) else ""
