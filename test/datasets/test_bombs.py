@@ -18,11 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 from conversations import byte_tokenizer
 from PIL import Image
+from tokenizers import normalizers
 
 from trainer import limits
-from trainer.datasets.conversations import training_templates
+from trainer.datasets.conversations import shown_texts, templates, training_templates
+from trainer.datasets.conversations.content_parts import shows_texts
 from trainer.datasets.conversations.rendering import render
 from trainer.datasets.conversations.tool_arguments import fit_arguments
+from trainer.datasets.conversations.turn_ends import openings_of, turn_ends
 from trainer.datasets.files import image_files, json_files
 from trainer.datasets.files.input_checks import check_file
 from trainer.datasets.files.loading import load_rows
@@ -223,6 +226,31 @@ def test_the_probes_of_a_template_have_limits_too(monkeypatch):
     ):
         with pytest.raises(UserError, match="the chat template: did not end in time"):
             probe()
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "probe",
+    [
+        turn_ends,
+        openings_of,
+        templates._frame,
+        templates.notes_of_template,
+        lambda tokenizer: shows_texts(tokenizer.chat_template),
+        lambda tokenizer: shown_texts._left_out_by_role(
+            ["user"], lambda messages: render(tokenizer, messages, tokenize=False), ("a key of its own",)
+        ),
+    ],
+)
+def test_a_limit_in_a_probe_of_a_template_is_no_refusal(probe, monkeypatch):
+    monkeypatch.setitem(limits._raised, "template_s", 1)
+    tokenizer = byte_tokenizer("qwen3")
+    tokenizer.chat_template = f"{LOOP}{{{{ messages }}}}"
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    with pytest.raises(limits.TooLarge, match="the chat template: did not end in time"):
+        probe(tokenizer)
 
 
 @pytest.mark.parametrize(

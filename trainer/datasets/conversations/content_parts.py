@@ -3,9 +3,7 @@
 import re
 from functools import lru_cache
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
-from trainer.datasets.conversations.training_templates import RAISED
+from trainer.datasets.conversations.training_templates import RAISED, with_blocks
 from trainer.datasets.images.image_marks import MARK
 
 
@@ -30,8 +28,7 @@ def shows_texts(template: str) -> bool:
     texts = []
     for content in ("probe", [{"type": "text", "text": "probe"}]):
         try:
-            talk = [[{"role": "user", "content": content}]]
-            texts.append(render_jinja_template(conversations=talk, chat_template=template)[0][0])
+            texts.append(with_blocks(template, [{"role": "user", "content": content}], None, {})[0])
         except RAISED:
             texts.append("")
     return "probe" in texts[0] or "probe" not in texts[1]

@@ -1,6 +1,7 @@
 """The text and the token ids that a chat template gives for a conversation."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +11,7 @@ from trainer.datasets.conversations import training_templates
 from trainer.datasets.conversations.content_parts import with_parts
 from trainer.datasets.conversations.control_tokens import encode, inside
 from trainer.errors import UserError
-from trainer.limits import time_limit, within_memory
+from trainer.limits import TooLarge, time_limit, within_memory
 
 FLAG = "--tokenizer_chat_template"
 UNDEFINED = re.compile(r"'(\w+)' is undefined")
@@ -81,6 +82,19 @@ def render(
     if not tokenizer.is_fast:
         raise UserError("the chat template", "has {% generation %} markers, which need a fast tokenizer", "one without")
     return input_ids, places, inside(blocks, places)
+
+
+def probed(show: Callable[[], Any], refused: Any) -> Any:
+    """What `show` renders of a conversation of our own, or `refused`: a template may refuse it but accept the rows.
+
+    It may do so in any way, with errors of its own. Raises TooLarge: no other conversation would end either.
+    """
+    try:
+        return show()
+    except TooLarge:
+        raise
+    except Exception:
+        return refused
 
 
 def _rendered(tokenizer: Any, messages: list[dict], tokenize: bool, marks: bool, options: dict) -> tuple[Any, list]:

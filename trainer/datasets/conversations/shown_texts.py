@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.datasets.conversations.control_tokens import BREAK
 from trainer.datasets.conversations.messages import THOUGHTS
+from trainer.datasets.conversations.rendering import probed
 from trainer.datasets.images.image_marks import MARK
 from trainer.errors import UserError
 
@@ -69,10 +70,8 @@ def _left_out_by_role(roles: list[str], render: Callable[[list[dict]], str], key
     key = (*key, *roles)
     if key not in _unseen:
         marks = [f"Q{number}mark{number}Q" for number in range(len(roles))]
-        try:
-            text = render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
-        except UserError:  # a template may refuse these texts but accept the rows
-            text = "".join(marks)
+        talk = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        text = probed(lambda: render(talk), "".join(marks))
         _unseen[key] = [number for number, mark in enumerate(marks, 1) if mark not in text]
     return _unseen[key]
 

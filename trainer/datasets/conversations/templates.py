@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -23,7 +24,14 @@ from trainer.datasets.conversations.control_tokens import (
 from trainer.datasets.conversations.difference_masks import REMEDY, difference_spans
 from trainer.datasets.conversations.lost_characters import lost_letters
 from trainer.datasets.conversations.messages import THOUGHTS, TRAIN, reads
-from trainer.datasets.conversations.rendering import FLAG, chat_template, note_of_choice, render, templates_by_name
+from trainer.datasets.conversations.rendering import (
+    FLAG,
+    chat_template,
+    note_of_choice,
+    probed,
+    render,
+    templates_by_name,
+)
 from trainer.datasets.conversations.shown_texts import check_shown, has_trimmed, unshown_keys
 from trainer.datasets.conversations.tool_arguments import fit_arguments
 from trainer.datasets.rows import json_text
@@ -247,10 +255,8 @@ def notes_of_template(tokenizer: Any, tools: list | None = None) -> set[str]:
     key = (chat_template(tokenizer, tools), repr(getattr(tokenizer, "template_args", None)), bool(tools), normalizer)
     if key not in _ends:
         asked = [{"role": "user", "content": "x"}]
-        try:
-            text = render(tokenizer, asked, tokenize=False, add_generation_prompt=True, tools=tools)
-        except UserError:  # a template may refuse this conversation but accept the rows
-            text = ""
+        options = {"tokenize": False, "add_generation_prompt": True, "tools": tools}
+        text = probed(lambda: render(tokenizer, asked, **options), "")
         _ends[key] = notes_of_end(tokenizer, text, opens=False)
     return chosen | _ends[key]
 
@@ -276,13 +282,10 @@ def _frame(tokenizer: Any) -> str:
             {"role": "assistant", "content": "y"},
             {"role": "user", "content": "z"},
         ]
-        texts = []
-        for messages in (talk[:1], talk[:2], talk):
-            try:
-                texts.append(render(tokenizer, messages, tokenize=False, add_generation_prompt=len(messages) != 2))
-            except UserError:  # a template may refuse this conversation but accept the rows
-                continue
-        _frames[key] = " ".join([*texts, *special])
+        shown = partial(render, tokenizer, tokenize=False)
+        talks = [(talk[:1], True), (talk[:2], False), (talk, True)]
+        texts = [probed(partial(shown, part, add_generation_prompt=asks), "") for part, asks in talks]
+        _frames[key] = " ".join([*filter(None, texts), *special])
     return _frames[key]
 
 

@@ -2,15 +2,15 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from trainer.datasets.conversations.control_tokens import control_pattern, ids_behind, is_stop_token
-from trainer.datasets.conversations.rendering import render
+from trainer.datasets.conversations.rendering import probed, render
 from trainer.datasets.conversations.turns import MARK
 from trainer.errors import UserError
-from trainer.limits import TooLarge
 
 QUESTION = {"role": "user", "content": "x"}
 
@@ -63,17 +63,22 @@ def openings_of(tokenizer: Any) -> tuple[str, ...]:
     pattern, bos = control_pattern(tokenizer), tokenizer.bos_token or ""
     found = [bos]
     for messages in ([{**QUESTION, "content": MARK}], [{"role": "system", "content": MARK}, QUESTION]):
-        try:
-            before, mark, after = render(tokenizer, messages, tokenize=False).partition(MARK)
-        except TooLarge:  # no other conversation would end either
-            raise
-        except Exception:  # a template may refuse this conversation in any way, with errors of its own
+        text = probed(partial(render, tokenizer, messages, tokenize=False), None)
+        if text is None:
             break
+        before, mark, after = text.partition(MARK)
         if mark:
             tokens = pattern.findall(before) if pattern else []
             ends = pattern.findall(after)[:1] if pattern else []  # a system text of the template has one too
             found += [before, before.removeprefix(bos), *(token for token in tokens if token not in ends)]
     return tuple(sorted({text for text in found if text.strip()}))
+
+
+def _around_answers(tokenizer: Any) -> tuple:
+    """A question without and with the generation prompt, and what follows the last answer and an earlier one."""
+    bare, asked = (render(tokenizer, [QUESTION], tokenize=False, add_generation_prompt=add) for add in (False, True))
+    answered = [QUESTION, {"role": "assistant", "content": MARK}]
+    return bare, asked, _after_mark(tokenizer, answered), _after_mark(tokenizer, [*answered, QUESTION])
 
 
 def turn_ends(tokenizer: Any) -> TurnEnds:
@@ -87,17 +92,10 @@ def turn_ends(tokenizer: Any) -> TurnEnds:
     """
     if not tokenizer.chat_template:
         return TurnEnds()
-    answer = {"role": "assistant", "content": MARK}
-    try:
-        bare, asked = (
-            render(tokenizer, [QUESTION], tokenize=False, add_generation_prompt=add) for add in (False, True)
-        )
-        last = _after_mark(tokenizer, [QUESTION, answer])
-        more = _after_mark(tokenizer, [QUESTION, answer, QUESTION])
-    except TooLarge:
-        raise
-    except Exception:  # a template may refuse this conversation in any way, with errors of its own
+    found = probed(lambda: _around_answers(tokenizer), None)
+    if found is None:
         return TurnEnds()
+    bare, asked, last, more = found
     opening_text = asked[len(bare) :] if asked.startswith(bare) else ""
     opening = tuple(tokenizer(opening_text, add_special_tokens=False)["input_ids"]) if opening_text else ()
     if last is None:
