@@ -28,7 +28,7 @@ from trainer.datasets.samples.ledger import Ledger, keep, ledger_of
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
-from trainer.datasets.shapes.notes import NOTE
+from trainer.datasets.shapes.notes import NOTE, counted
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.references import possible_reference, reference_of
 from trainer.datasets.shapes.row_reader import PROMPT, RowReader, reader_of
@@ -51,6 +51,7 @@ class _Options:
     label_key: str | None
     input_template: str | None
     is_known_label: bool = False  # no flag names its column
+    may_lack_label: bool = False  # and no reward needs it, so no value of the column refuses a row
     answers = ()  # the parts of a row that are an answer, for images
 
 
@@ -138,7 +139,8 @@ def tokens_of_prompts(
         input_template=input_template is not None,
         drop_answer=drop_answer,
     )
-    options = _Options(reader, label_key, input_template, bool(label_key) and not is_named)
+    is_known = bool(label_key) and not is_named
+    options = _Options(reader, label_key, input_template, is_known, is_known and not needs_labels)
     if reader.chat:
         chat_template(tokenizer)  # raises if there is none
     flags = {"apply_chat_template": apply_chat_template, "input_template": input_template}
@@ -194,16 +196,7 @@ def _features() -> Features:
 def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str) -> dict[str, Any]:
     with within(f"{flag} row {index + 1}"):
         row = options.reader.read(row)
-        label = lookup(row.columns, options.label_key) if options.label_key else None
-        if not isinstance(label, (str, bool, list, dict, type(None))):  # as an answer of train_sft
-            label = text_value(
-                label,
-                f"--label_key {options.label_key}",
-                numbers=True,
-                narrow=options.label_key in options.reader.narrow,
-            )
-        if options.is_known_label:
-            row.notes.shape += f", {options.label_key} -> label of the reward"
+        label = _label(row, options)
         prompt_ids = (_chat_prompt if row.chat else _text_prompt)(row, tokenizer, options)
     note_lost(row.notes, tokenizer, row.data(), prompt_ids)
     return {
@@ -215,6 +208,28 @@ def _tokenize_row(row: Any, index: int, *, tokenizer: Any, options: _Options, fl
         "control_tokens": holds_controls(tokenizer, *row.texts()),
         NOTE: row.notes.as_text(),
     }
+
+
+def _label(row: ReadRow, options: _Options) -> Any:
+    """The label as its file has it; that of a number is its text. One that may be absent is so where it is no text.
+
+    Raises: UserError for a label that a flag names, or that the reward needs.
+    """
+    key = options.label_key
+    if not key:
+        return None
+    try:
+        label = lookup(row.columns, key)
+        if not isinstance(label, (str, bool, list, dict, type(None))):  # as an answer of train_sft
+            label = text_value(label, f"--label_key {key}", numbers=True, narrow=key in options.reader.narrow)
+    except UserError:
+        if not options.may_lack_label:
+            raise
+        row.notes.facts.add(counted(f"{key} is taken for no label in {{}} rows; --label_key {key} says why"))
+        return None
+    if options.is_known_label:
+        row.notes.shape += f", {key} -> label of the reward"
+    return label
 
 
 def _text_prompt(row: ReadRow, tokenizer: Any, options: _Options) -> list[int]:
