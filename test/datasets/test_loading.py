@@ -20,6 +20,7 @@ from trainer.datasets.conversations.messages import messages_of
 from trainer.datasets.files.loading import load_rows, local_paths, place_of_row
 from trainer.datasets.files.read_faults import find_json_fault
 from trainer.datasets.files.stream_rows import open_rows, parsed
+from trainer.datasets.rows import lookup, text_value
 from trainer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -624,3 +625,42 @@ def test_a_csv_field_with_text_behind_its_closing_quote_is_refused(tmp_path):
         load(path)
     path.write_text('q,a\n"say ""hi""\r\nnow",it is "so"\n')
     assert load(path)[0]["a"] == 'it is "so"'
+
+
+NUMBER_TEXTS = ["1.50", "1e5", "100", "-0.10", "0.1000000000000000055", "2.5", "1E+2"]
+
+
+@pytest.mark.parametrize("kind", ["lines", "array", "nested", "lines with a list", "two files", "stream"])
+def test_a_number_of_json_keeps_its_text_as_an_answer(kind, tmp_path):
+    key = "of.a" if kind == "nested" else "a"
+    rows = [f'{{"q": "x", "a": {text}}}' for text in NUMBER_TEXTS]
+    if kind == "nested":
+        rows = [f'{{"q": "x", "of": {{"a": {text}, "b": [1.50, "\\u00e9"]}}}}' for text in NUMBER_TEXTS]
+    if kind == "lines with a list":
+        rows = [row.replace('"x"', '["x"]') for row in rows]
+    path = tmp_path / "a.jsonl"
+    path.write_text("[" + ",".join(rows) + "]" if kind == "array" else "\n".join(rows))
+    names = str(path)
+    if kind == "two files":
+        (tmp_path / "b.jsonl").write_text('{"q": "x", "a": 2.5}\n{"q": "x", "a": 7.25}\n{"a": null}\n')
+        names = f"{tmp_path}/b.jsonl,{path}"
+    if kind == "stream":
+        stream, _ = open_rows(names, flag="--dataset", split="train", probs=None, max_samples=None, seed=1)
+        found = [row for block in stream.iter(100) for row in parsed(block)]
+    else:
+        found = [row for row in load(names) if lookup(row, key) is not None]
+    texts = [text_value(lookup(row, key), "a", numbers=True) for row in found]
+    assert texts == ["2.5", "7.25"] * (kind == "two files") + NUMBER_TEXTS
+    assert [lookup(row, key) for row in found][-1] == 100.0  # still numbers
+
+
+def test_columns_of_plain_numbers_stay_numbers(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"q": "\\"a\\": 1.50", "a": 1.5, "b": 1}\n{"q": "x", "a": 2.0, "b": 2}\n')
+    assert [str(load(path).features[name].dtype) for name in "qab"] == ["string", "float64", "int64"]
+    path.write_text('{"a": 1.5}\n{"a": "x"}\n{"a": 1.50}\n')
+    with pytest.raises(UserError, match=r"line 2: 'a' is a string here but a number in line 1"):
+        load(path)
+    path.write_text('{"a": 1.50}\n{"a": true}\n')
+    with pytest.raises(UserError, match=r"line 2: 'a' is a boolean here but a number in line 1"):
+        load(path)

@@ -16,11 +16,37 @@ import numpy as np
 from trainer.errors import UserError
 
 HALF = re.compile("[\ud800-\udfff]")  # one half of a character of UTF-16, which JSON can spell out alone
-KINDS = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
 
 
 class AsWritten(dict):
     """An object as it is in its file. Objects from Arrow have the keys of all rows, with None for missing values."""
+
+
+class Written(float):
+    """A number of JSON whose text is another one than Python's, such as 1.50 and 1e5. `text` is as the file has it."""
+
+    text: str
+
+
+def written(text: str) -> float:
+    """The number of a text, as `parse_float` of a JSON decoder."""
+    value = float(text)
+    if repr(value) == text:
+        return value
+    found = Written(value)
+    found.text = text
+    return found
+
+
+KINDS = {
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    Written: "number",
+    str: "string",
+    list: "list",
+    dict: "object",
+}
 
 
 class Twice(ValueError):
@@ -36,7 +62,7 @@ def unique(pairs: list[tuple[str, Any]], kind: type[dict] = dict) -> dict:
     return found
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=lambda pairs: unique(pairs, AsWritten))
+DECODER = json.JSONDecoder(object_pairs_hook=lambda pairs: unique(pairs, AsWritten), parse_float=written)
 
 
 def json_text(text: str) -> Any:
@@ -99,6 +125,8 @@ def text_value(value: Any, where: str, numbers: bool = False, narrow: bool = Fal
     """
     if isinstance(value, str):
         return value
+    if numbers and isinstance(value, Written) and math.isfinite(value):
+        return value.text
     if numbers and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if numbers and isinstance(value, Decimal) and value.is_finite():

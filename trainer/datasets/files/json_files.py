@@ -20,17 +20,18 @@ from datasets.builder import Key
 from datasets.features.features import register_feature
 
 from trainer.datasets.files.input_checks import check_columns
-from trainer.datasets.rows import AsWritten, unique
+from trainer.datasets.rows import AsWritten, Written, unique, written
 from trainer.limits import MB, limit
 
-READER_VERSION = "2"  # raise this if the same file would give another table: an older cache file must not be used
+READER_VERSION = "3"  # raise this if the same file would give another table: an older cache file must not be used
 CHUNK_BYTES = 64 << 20
 # names under which one object holds all rows of a file
 LISTS_OF_ROWS = ("data", "rows", "train", "examples", "samples", "instances", "items", "records")
 TYPES = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 SPACE = re.compile(r"[ \t\r\n]*")
 ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)  # default: other sets may hold Arrow's dates
-DECODER = json.JSONDecoder(object_pairs_hook=unique)
+NESTING = (dict, list, Written)
+DECODER = json.JSONDecoder(object_pairs_hook=unique, parse_float=written)
 
 
 @dataclass
@@ -41,16 +42,34 @@ class JsonText(datasets.Json):
     _type: str = field(default="JsonText", init=False, repr=False)
 
     def encode_example(self, value: Any) -> str:
-        return ENCODER.encode(value)
+        return json_of(value)
 
     def decode_example(self, value: str, token_per_repo_id: Any = None) -> Any:
-        return json.loads(value, object_hook=AsWritten)
+        return json.loads(value, object_hook=AsWritten, parse_float=written)
 
     def cast_storage(self, storage: pa.Array) -> pa.Array:
         if pa.types.is_string(storage.type):
             return storage
         values = (_own_values(value, storage.type) for value in storage.to_pylist())
         return pa.array([None if value is None else self.encode_example(value) for value in values], pa.string())
+
+
+@dataclass
+class JsonNumber(JsonText):
+    """The feature of a column of numbers of which some have another text than Python's: 1.50 stays 1.50."""
+
+    _type: str = field(default="JsonNumber", init=False, repr=False)
+
+
+def json_of(value: Any) -> str:
+    """The JSON of a value, with the texts of its numbers as they were written."""
+    if isinstance(value, Written):
+        return value.text
+    if isinstance(value, dict) and any(isinstance(child, NESTING) for child in value.values()):
+        return "{" + ", ".join(f"{ENCODER.encode(str(key))}: {json_of(child)}" for key, child in value.items()) + "}"
+    if isinstance(value, list) and any(isinstance(child, NESTING) for child in value):
+        return "[" + ", ".join(map(json_of, value)) + "]"
+    return ENCODER.encode(value)
 
 
 def _own_values(value: Any, kind: pa.DataType) -> Any:
@@ -67,13 +86,14 @@ def _own_values(value: Any, kind: pa.DataType) -> Any:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the library warns that this function is experimental
     register_feature(JsonText, "JsonText")
+    register_feature(JsonNumber, "JsonNumber")
 
 
 def as_json(rows: datasets.Dataset, column: str) -> datasets.Dataset:
     """The rows with a column that may hold any JSON value. A column of bytes stays."""
     if "binary" in str(rows.data.schema.field(column).type):
         return rows
-    values, name = [None if value is None else ENCODER.encode(value) for value in rows[column]], f"{column} as JSON"
+    values, name = [None if value is None else json_of(value) for value in rows[column]], f"{column} as JSON"
     return rows.add_column(name, values, feature=JsonText()).remove_columns(column).rename_column(name, column)
 
 
@@ -143,25 +163,31 @@ def _merged(known: datasets.Features | None, found: datasets.Features, name: str
     merged = dict(known or {})
     for column, feature in found.items():
         pair = {_dtype(merged.setdefault(column, feature)), _dtype(feature)}
-        if len(pair) == 2 and "null" not in pair and pair != {"int64", "float64"}:
+        if len(pair) == 2 and "null" not in pair and not pair <= {"int64", "float64", "number"}:
             raise ValueError(f"column {column!r} is {_dtype(feature)} in {name} but {_dtype(merged[column])} before")
-        if _dtype(merged[column]) == "null" or _dtype(feature) == "float64":
-            merged[column] = feature
+        if _dtype(merged[column]) == "null" or (len(pair) == 2 and _dtype(feature) in ("float64", "number")):
+            merged[column] = merged[column] if _dtype(merged[column]) == "number" else feature
     check_columns(len(merged), name)
     return datasets.Features(merged)
 
 
 def _dtype(feature: Any) -> str:
-    return getattr(feature, "dtype", "json")
+    return "number" if isinstance(feature, JsonNumber) else getattr(feature, "dtype", "json")
 
 
 def _as_columns(table: pa.Table, columns: datasets.Features) -> pa.Table:
     schema, present = columns.arrow_schema, set(table.column_names)
     arrays = [
-        table[field.name].cast(field.type, safe=False) if field.name in present else pa.nulls(len(table), field.type)
+        _cast(table[field.name], field.type) if field.name in present else pa.nulls(len(table), field.type)
         for field in schema
     ]
     return pa.table(arrays, schema=schema)
+
+
+def _cast(column: Any, kind: pa.DataType) -> Any:
+    if pa.types.is_string(kind) and column.type in (pa.int64(), pa.float64()):  # for `JsonNumber`
+        return pa.array([None if value is None else repr(value) for value in column.to_pylist()], kind)
+    return column.cast(kind, safe=False)
 
 
 def is_array(file: BinaryIO) -> bool:
@@ -211,11 +237,23 @@ def _table_of_lines(chunk: bytes) -> tuple[pa.Table, datasets.Features]:
             # This is several times faster. One block only: the library says that Arrow may crash on several blocks.
             check_columns(len(first), "a JSON file")
             table = paj.read_json(io.BytesIO(chunk), paj.ReadOptions(block_size=len(chunk) + 1))
-            if all(pa.types.is_null(kind) or kind in TYPES.values() for kind in table.schema.types):
+            known = all(pa.types.is_null(kind) or kind in TYPES.values() for kind in table.schema.types)
+            if known and _has_plain_numbers(chunk, table):
                 return table, datasets.Features.from_arrow_schema(table.schema)
         except pa.ArrowException:
             pass
     return _table_of_rows(list(_rows(text)))
+
+
+def _has_plain_numbers(chunk: bytes, table: pa.Table) -> bool:
+    """Whether lines have their numbers with a point as Python writes them. A doubt is a no."""
+    for field_ in table.schema:
+        if field_.type == pa.float64():
+            key = re.escape(ENCODER.encode(field_.name).encode())
+            texts = re.findall(rb"%b\s*:\s*(-?[0-9][0-9.eE+-]*)" % key, chunk)
+            if [repr(value).encode() for value in table[field_.name].drop_null().to_pylist()] != texts:
+                return False
+    return True
 
 
 def _rows(text: str) -> Iterator[Any]:
@@ -237,13 +275,18 @@ def _table_of_rows(rows: list[Any]) -> tuple[pa.Table, datasets.Features]:
         values = [row.get(column) if row else None for row in rows]
         present = [value for value in values if value is not None]
         kinds = set(map(type, present))
+        is_written = Written in kinds and kinds <= {int, float, Written}
         if kinds == {int, float} or (kinds == {int} and max(map(abs, present)) >= 1 << 63):  # as Arrow does
             kinds, values = {float}, [None if value is None else float(value) for value in values]
-        if len(kinds) > 1:
+        if len(kinds) > 1 and not is_written:
             raise ValueError(f"column {column!r} has values of several types")
-        nested = bool(kinds & {list, dict})
+        nested = bool(kinds & {list, dict}) or is_written
         if nested:
-            values = [None if value is None else ENCODER.encode(value) for value in values]
-        arrays[column] = pa.array(values, TYPES.get(*kinds, pa.string()) if kinds else pa.null())
-        features[column] = JsonText() if nested else datasets.Value(str(arrays[column].type))
+            values = [None if value is None else json_of(value) for value in values]
+        arrays[column] = pa.array(
+            values, pa.string() if nested else TYPES.get(*kinds, pa.string()) if kinds else pa.null()
+        )
+        features[column] = (
+            JsonNumber() if is_written else JsonText() if nested else datasets.Value(str(arrays[column].type))
+        )
     return pa.table(arrays), datasets.Features(features)

@@ -5,8 +5,10 @@ from typing import Any
 
 from datasets import Dataset, Json, LargeList, List, Value, concatenate_datasets, interleave_datasets
 
-from trainer.datasets.files.json_files import JsonText, as_json
+from trainer.datasets.files.json_files import JsonNumber, JsonText, as_json
 from trainer.errors import UserError
+
+NUMBERS = ("numbers", "int64", "float64")
 
 
 def mix(sets: list[Dataset], paths: list[str], flag: str, odds: list[float] | None, seed: int) -> Dataset:
@@ -61,6 +63,8 @@ def _common_type(a: Any, b: Any) -> Any:
     texts = (Value("string"), Value("large_string"))
     if a in texts and b in texts:
         return Value("string")
+    if isinstance(a, JsonNumber) or isinstance(b, JsonNumber):
+        return JsonNumber() if _describe(a) in NUMBERS and _describe(b) in NUMBERS else None
     nested = (List, LargeList, dict, Json)
     if isinstance(a, nested) and isinstance(b, nested) and any(isinstance(feature, JsonText) for feature in (a, b)):
         return JsonText()  # it holds both lists and objects
@@ -73,6 +77,8 @@ def _common_type(a: Any, b: Any) -> Any:
 
 
 def _describe(feature: Any) -> str:
+    if isinstance(feature, JsonNumber):
+        return "numbers"
     if isinstance(feature, JsonText):
         return "lists or objects"
     if isinstance(feature, (List, LargeList)):
