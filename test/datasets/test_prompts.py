@@ -120,7 +120,7 @@ def test_long_and_empty_prompts_are_left_out_and_counted(tmp_path, tokenizer):
 
 WRONG = {
     "absent key": ({"input_key": "p"}, "--input_key: no key 'p'"),
-    "no messages": ({}, "--input_key: no key 'messages'"),
+    "no messages": ({}, "--input_key: missing, and no column"),
     "absent label": ({"input_key": "q", "label_key": "b"}, "--label_key: no key 'b'"),
     "template twice": ({"input_key": "q", "input_template": "{}{}"}, "--input_template: 2 times {}"),
     "template and chat": ({"input_key": "q", "input_template": "{}", "apply_chat_template": True}, "--input_template"),

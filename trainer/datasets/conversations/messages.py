@@ -144,7 +144,7 @@ def tools_of(row: Any) -> list[dict] | None:
 def _message(message: Any, where: str, notes: Notes, template: str | None) -> dict:
     message = _without_none(message)
     if not isinstance(message, dict) or not isinstance(message.get("role", message.get("from")), str):
-        raise UserError(where, "no role", "an object with role and content, or from and value")
+        raise UserError(where, f"no role, in {_outline(message)}", "an object with role and content, or from and value")
     role = role_of(message)
     if "role" in message and _role_named(message.get("from")) not in (None, role):
         raise UserError(where, f"two roles: {message['role']} and {message['from']}", "one of role and from")
@@ -172,6 +172,16 @@ def _message(message: Any, where: str, notes: Notes, template: str | None) -> di
     return kept | _other_keys(others, kept["role"], where, notes, template)
 
 
+def _outline(value: Any) -> str:
+    """What a value is, for an error: with the keys of an object, the kinds of a list, and the start of a text."""
+    if isinstance(value, dict):
+        return f"an object with the keys {', '.join(map(str, value))}" if value else "an empty object"
+    if isinstance(value, list):
+        kinds = dict.fromkeys(kind_of(item).partition(" ")[2] for item in value)
+        return f"a list of {', '.join(kinds)}" if value else "an empty list"
+    return f"the {kind_of(value).partition(' ')[2]} {str(value)[:40]!r}" if value is not None else "no value"
+
+
 _READ = {"role", "from", *CONTENTS, "tool_calls", CALL, *TRAIN_FLAGS}
 
 
@@ -181,12 +191,16 @@ def _text(content: Any, where: str, notes: Notes, has_calls: bool) -> str:
     if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
         other = next((part.get("type") for part in content if not isinstance(part.get("text"), str)), None)
         if other is not None:
-            raise UserError(where, f"a part of type {other!r}", "text; or image, in rows with a column images")
+            found = f"a part of type {other!r}"
+            found += f" without a text, {_outline(next(p for p in content if not isinstance(p.get('text'), str)))}" * (
+                other in TEXT_PARTS
+            )
+            raise UserError(where, found, "text; or image, in rows with a column images")
         if all(part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str) for part in content):
             return "".join(text_of_part(part, where, notes) for part in content)
     if not isinstance(content, str):
         allowed = "a text; or parts of texts and images, in rows with a column images"
-        raise UserError(where, "its content is not a text", allowed)
+        raise UserError(where, f"its content is not a text: {_outline(content)}", allowed)
     return content
 
 

@@ -12,6 +12,15 @@ from trainer.errors import UserError
 
 TEXTS = ("csv", "text")
 NOT_UTF8 = "not UTF-8 text"
+OBJECTS = 'one object in each line, such as {"messages": [...]}, or one array of objects'
+CURES = {
+    NOT_UTF8: "UTF-8, as iconv -t UTF-8 writes it",
+    "not an object with keys": OBJECTS,
+    "broken JSON": OBJECTS,
+    " here but a ": "values of one kind in a column; or two files, named in a list under dataset: in a file of --config",
+    " twice in one object": "each key once",
+    "one half of a character": "whole characters",
+}
 BETWEEN = re.compile(r"[,\s]*")
 
 
@@ -54,7 +63,7 @@ def find_bytes_fault(path: str) -> tuple[str, str] | None:
 
 
 def _fault_error(where: str, name: str, place: str, found: str) -> UserError:
-    cure = "UTF-8, as iconv -t UTF-8 writes it" if found == NOT_UTF8 else ""
+    cure = next((cure for start, cure in CURES.items() if start in found), "")
     return UserError(f"{place_of_file(name, where)} {place}", found, cure)
 
 

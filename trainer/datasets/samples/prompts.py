@@ -80,7 +80,9 @@ def tokenize_prompts(
     }
     ledger = ledger_of(prompts, flag, counts, SENTENCE)
     if not kept.any():
-        raise UserError(flag, f"no prompt is left ({ledger.summary()})", f"prompts of up to {max_len} tokens")
+        is_long = counts["num_too_long"] > counts["num_empty"]
+        wanted = f"prompts of up to {max_len} tokens" if is_long else "prompts that are not empty"
+        raise UserError(flag, f"no prompt is left ({ledger.summary()})", wanted)
     return keep(prompts.remove_columns(["control_tokens", NOTE]), kept), ledger
 
 
@@ -124,7 +126,10 @@ def tokens_of_prompts(
     elif not is_named and takes_labels:
         label_key = possible_reference(rows[0], ignored, taken)
     known = input_key is None and any(name in rows.column_names for name in BEFORE_ANSWER)
-    key = input_key or (None if known else "messages")
+    if not known and input_key is None:
+        found = f"missing, and no column of {flag} has a known name of a prompt"
+        raise UserError("--input_key", found, f"one of {', '.join(rows.column_names)}")
+    key = input_key
     check_keys(rows.column_names, flag, {"--input_key": key, "--label_key": label_key})
     reader = reader_of(
         PROMPT,
@@ -243,7 +248,11 @@ def _chat_prompt(row: ReadRow, tokenizer: Any, options: _Options) -> list[int]:
     if not any(message["content"].strip() for message in messages):
         return []
     if messages[-1]["role"] == "assistant":
-        raise UserError(row.where["prompt"], "ends with an assistant message", "a prompt that the model answers")
+        raise UserError(
+            row.where["prompt"],
+            "ends with an assistant message",
+            "a prompt that the model answers, so rows without that message",
+        )
     with arguments_of_row(tokenizer, row.get(TEMPLATE_ARGS)):
         row.notes.facts |= note_of_choice(tokenizer, tools)
         return render_prompt(tokenizer, messages, tools, row.notes)

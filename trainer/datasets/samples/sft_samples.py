@@ -39,7 +39,7 @@ from trainer.datasets.shapes.columns import BEFORE_ANSWER, CONVERSATIONS, MORE, 
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.row_reader import SFT, RowReader, reader_of
-from trainer.datasets.shapes.row_refusals import NEEDED, refuse_other_sets
+from trainer.datasets.shapes.row_refusals import needed, refuse_other_sets
 from trainer.datasets.text_flags import check_input_template
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
@@ -229,7 +229,7 @@ def _check_columns(reader: RowReader, columns: list[str], tokenizer: Any, flag: 
             raise UserError("--input_key", f"needed for {flag}", ", ".join(columns))
         if "text" not in columns:
             refuse_other_sets(columns, flag)
-            raise UserError(flag, f"nothing says what to learn from the columns {', '.join(columns)}", NEEDED)
+            raise UserError(flag, f"nothing says what to learn from the columns {', '.join(columns)}", needed(columns))
 
 
 def sft_features() -> Features:

@@ -52,7 +52,9 @@ def prompt_part(columns: Columns, key: str | None, flag: str) -> PromptPart:
         found = PromptPart(value, f"{flag} {name}", [(name, "turns")], (name,), True)
     elif key is None and any(name in columns.row for name in CONVERSATIONS):
         name = next(name for name in CONVERSATIONS if name in columns.row)
-        raise UserError(f"{flag} {name}", kind_of(columns.row[name]), "a list of messages")
+        value = columns.row[name]
+        found = f"a text that is no JSON of a list: {value[:40]!r}" if isinstance(value, str) else kind_of(value)
+        raise UserError(f"{flag} {name}", found, "a list of messages with role and content, or its JSON")
     else:
         found = _text_part(columns, key, flag)
     if found.value is not None:

@@ -12,6 +12,7 @@ from trainer.datasets.rows import narrow_columns, text_value
 from trainer.datasets.shapes.answer_rows import ENDS_WITH_ANSWER, read_answer, read_pair
 from trainer.datasets.shapes.columns import (
     ANSWERS,
+    BEFORE_ANSWER,
     CALLS,
     EMPTY,
     HISTORY,
@@ -161,7 +162,10 @@ def _whole(columns: Columns, prompt: PromptPart, notes: Notes, named: bool) -> F
 def _read_prompt(reader: RowReader, columns: Columns, notes: Notes) -> Found:
     prompt = prompt_of(reader, columns, notes)
     if prompt.value is None:
-        raise UserError(f"{reader.prompt_flag} messages", "no value", "a prompt")
+        empty = [name for name in BEFORE_ANSWER if name in columns.names]
+        raise UserError(
+            f"column{'s' * (len(empty) > 1)} {', '.join(empty)}", "no prompt", "a text or messages; or --input_key"
+        )
     value = prompt.value
     if reader.drop_answer and isinstance(value, list) and len(value) > 1 and is_answer(value[-1]):
         notes.facts.add("rows that end with an answer: the last answer is dropped")

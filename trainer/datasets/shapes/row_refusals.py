@@ -11,12 +11,29 @@ from trainer.datasets.shapes.columns import (
     LABELS,
     MORE_ANSWERS,
     OTHER_SETS,
+    PROMPTS,
     Columns,
+    plain_name,
 )
 from trainer.datasets.shapes.prompt_part import PromptPart
 from trainer.errors import UserError
 
+# names of conversations that are not read without a flag
+MORE_CONVERSATIONS = ("message", "messages", "conversations", "conversation", "dialog", "dialogue", "chat", "turns")
 NEEDED = "--input_key and --output_key, --apply_chat_template (conversations) or --pretrain_mode (plain text)"
+
+
+def needed(columns: Iterable[str]) -> str:
+    """What would say what to learn from these columns: flags with those whose names are known ones in another spelling."""
+    named = {plain_name(name): name for name in reversed(list(columns))}
+    conversation = next((named[name] for name in MORE_CONVERSATIONS if name in named), None)
+    if conversation:
+        return f"--input_key {conversation} --apply_chat_template for a list of messages; {NEEDED}"
+    question, answer = (
+        next((named[name] for name in map(plain_name, names) if name in named), None)
+        for names in ((*PROMPTS, "input", "user", "human"), (*ANSWERS, "assistant", "gpt"))
+    )
+    return f"--input_key {question} --output_key {answer}; {NEEDED}" if question and answer else NEEDED
 
 
 def refuse_other_sets(columns: Iterable[str], where: str = "") -> None:
@@ -48,7 +65,7 @@ def no_answer(columns: Columns, prompt: PromptPart, chat: bool | None) -> UserEr
         return UserError(f"column {missing}", "no value", "a text")
     pairs = "train_dpo or train_rm for pairs; " if {"chosen", "rejected"} & set(columns.row) else ""
     found = f"nothing says what to learn from the columns {', '.join(columns.row or columns.names)}"
-    return UserError(prompt.where or "its columns", found, pairs + NEEDED)
+    return UserError(prompt.where or "its columns", found, pairs + needed(columns.row))
 
 
 def waiting_turns(columns: Columns, name: str) -> UserError:

@@ -1,0 +1,79 @@
+"""Refusals of odd files say where, what was found there, and what to do."""
+
+import json
+import re
+
+import datasets
+import pytest
+from tiny_tokenizers import byte_tokenizer, template
+
+from trainer.datasets.files.loading import load_rows
+from trainer.datasets.samples.prompts import tokenize_prompts
+from trainer.datasets.samples.sft_samples import tokenize_sft
+from trainer.errors import UserError
+
+COMMON = {"flag": "--dataset", "max_len": 500, "input_template": None, "apply_chat_template": False}
+SFT = {"input_key": None, "output_key": None, "train_on": None, "pretrain_mode": False}
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+OF_SFT = {
+    "nested": ([{"messages": [[USER, ANSWER]]}], "row 1: .*message 1: no role, in a list of object"),
+    "other keys": ([{"messages": [{"speaker": "user", "text": "q"}, ANSWER]}], "no role, in an object with the keys speaker, text"),
+    "a text": ([{"messages": [USER, "a"]}], "message 2: no role, in the string 'a'"),
+    "nothing": ([{"messages": [USER, None]}], "message 2: no role, in no value"),
+    "no content": ([{"messages": [USER, {"role": "assistant", "content": None}]}], "not a text: no value"),
+    "a number": ([{"messages": [USER, {"role": "assistant", "content": 42}]}], "not a text: the number '42'"),
+    "texts": ([{"messages": [USER, {"role": "assistant", "content": ["a"]}]}], "not a text: a list of string"),
+    "an object": ([{"messages": [USER, {"role": "assistant", "content": {"t": "a"}}]}], "an object with the keys t"),
+    "a part": ([{"messages": [{"role": "user", "content": [{"type": "text", "text": ["a"]}]}, ANSWER]}], "type 'text' without a text, an object with the keys type, text"),
+    "no JSON": ([{"messages": "[{'role': 'user'}]"}], r"a text that is no JSON of a list: .*\(allowed: a list of messages with role and content, or its JSON"),
+    "a name in capitals": ([{"Prompt": "a", "Completion": "b"}], r"\(allowed: --input_key Prompt --output_key Completion;"),
+    "roles as columns": ([{"user": "a", "assistant": "b"}], r"\(allowed: --input_key user --output_key assistant;"),
+    "another conversation": ([{"dialog": [USER, ANSWER]}], r"\(allowed: --input_key dialog --apply_chat_template for"),
+}  # fmt: skip
+OF_PROMPTS = {
+    "no known name": ([{"src": "a", "tgt": "b"}], r"^--input_key: missing, .*\(allowed: one of src, tgt\)"),
+    "spaces": ([{"prompt": "  "}], r"\(allowed: prompts that are not empty\)"),
+    "an answer": ([{"messages": [USER, ANSWER]}], "row 1: .*ends with an assistant message .*rows without that message"),
+    "another place": ([{"data": {"messages": [USER]}}], "row 1: column data: no prompt"),
+}  # fmt: skip
+OF_FILES = {
+    "lists": (json.dumps([[USER]]), "item 1: a list, not an object with keys .allowed: one object in each line"),
+    "lines of lists": (f"{json.dumps([USER])}\n" * 2, "line 2: broken JSON .*allowed: one object in each line"),
+    "two kinds": ('{"a": "b"}\n{"a": [1]}\n', "line 2: 'a' is a list here .*allowed: values of one kind in a column"),
+    "twice": ('{"a": 1, "a": 2}\n', "line 1: .*allowed: each key once"),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def refusal(folder, text, tokenize, **flags) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        rows = load_rows(str(path), flag="--dataset", split="train")
+        tokenize(rows, byte_tokenizer(template("<|im_end|>")), **COMMON, **flags)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", OF_SFT)
+def test_rows_of_train_sft(name, tmp_path):
+    rows, found = OF_SFT[name]
+    assert re.search(found, refusal(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), tokenize_sft, **SFT))
+
+
+@pytest.mark.parametrize("name", OF_PROMPTS)
+def test_rows_of_prompts(name, tmp_path):
+    rows, found = OF_PROMPTS[name]
+    flags = {"input_key": None, "label_key": None}
+    assert re.search(
+        found, refusal(tmp_path, "".join(json.dumps(row) + "\n" for row in rows), tokenize_prompts, **flags)
+    )
+
+
+@pytest.mark.parametrize("name", OF_FILES)
+def test_files(name, tmp_path):
+    text, found = OF_FILES[name]
+    assert re.search(found, refusal(tmp_path, text, tokenize_sft, **SFT))
