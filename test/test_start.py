@@ -5,10 +5,12 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from launch import LAUNCHER, _environment, installed, run_process, run_until_gone
@@ -29,6 +31,7 @@ from trainer.runs.start_line import (
     NO_BF16,
     check_launcher,
     count_parameters,
+    folder_here,
     multiplies_bf16,
     resolve_dtype,
     start_line,
@@ -165,7 +168,7 @@ def test_a_gpu_that_cannot_be_there_is_refused_before_torch(monkeypatch, version
     assert not reason or str(refused.value) == f"--device: cuda, but {reason} (allowed: cpu, auto)"
 
 
-def test_parameters_are_counted_from_the_headers_of_files(demo, tmp_path):
+def test_parameters_are_counted_from_the_headers_of_files(demo, tmp_path, monkeypatch):
     weights = load_file(demo / "demo/model/model.safetensors")
     total = sum(tensor.numel() for tensor in weights.values())
     assert count_parameters(demo / "demo/model") == total > 0
@@ -176,6 +179,13 @@ def test_parameters_are_counted_from_the_headers_of_files(demo, tmp_path):
         save_file({name: weights[name] for name in weights if where[name] == file}, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     assert count_parameters(tmp_path) == total
+    snapshot = tmp_path / "models--org--tiny/snapshots/abc"
+    (tmp_path / "models--org--tiny/refs").mkdir(parents=True)
+    (tmp_path / "models--org--tiny/refs/main").write_text("abc")
+    shutil.copytree(demo / "demo/model", snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert count_parameters(folder_here("org/tiny")) == total and folder_here("org/none") == Path("org/none")
+    assert folder_here(str(tmp_path)) == tmp_path
     (tmp_path / names[0]).write_bytes(b"broken")
     assert count_parameters(tmp_path) is None and count_parameters(tmp_path / "none") is None
 

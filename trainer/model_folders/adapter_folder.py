@@ -40,10 +40,10 @@ class AdapterFacts:
 
 def adapter_here(name: Optional[str]) -> Optional[str]:
     """The folder of an adapter that is in the cache of Hugging Face under this hub name, else `name` as it is."""
-    return _cached(name, ADAPTER_CONFIG) or name
+    return cached_folder(name, ADAPTER_CONFIG) or name
 
 
-def _cached(name: Optional[str], file: str) -> Optional[str]:
+def cached_folder(name: Optional[str], file: str) -> Optional[str]:
     """The snapshot folder of a hub name that holds `file`; None if the cache has no such file. It asks no network."""
     if not name or os.path.exists(name) or name.startswith((".", "/", "~")):
         return None
@@ -128,7 +128,7 @@ def base_folder(folder: str, flag: str) -> str:
         UserError: the adapter names none, or none that is a model folder here.
     """
     base = read_adapter(folder, flag).base
-    base = _cached(base, "config.json") or base
+    base = cached_folder(base, "config.json") or base
     if base and os.path.isdir(base) and not is_adapter(base):
         return base
     found = f"{folder} names the base model {base}, which is no model folder here"

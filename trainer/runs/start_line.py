@@ -19,6 +19,7 @@ from trainer.flags.groups import flat, with_flags
 from trainer.flags.rules import COMMANDS, refuse
 from trainer.limits import read_model_config, read_text
 from trainer.metrics import counted, shown_number
+from trainer.model_folders.adapter_folder import cached_folder
 from trainer.model_folders.folder_names import INDEX, SINGLE
 from trainer.planning.versions import certified_line, installed, read_cards
 from trainer.strategies import offloads_weights, refuse_options
@@ -149,7 +150,7 @@ def check_launcher() -> None:
 def announce(command: str, args, trains: bool) -> None:
     """Print what will run, and the versions of the libraries."""
     versions = certified_line(installed(), read_cards())[1]
-    num_parameters = count_parameters(Path(args.model.pretrain))
+    num_parameters = count_parameters(folder_here(args.model.pretrain))
     line, warning = start_line(command, args, num_parameters, trains), memory_warning(args, num_parameters, trains)
     print(fitted(f"{line}{warning}\nimporting libraries ({versions})"), flush=True)
 
@@ -226,6 +227,11 @@ def memory_of_weights(args, trains: bool) -> tuple[str, float, bool]:
 def shown_gb(size: float) -> str:
     """Bytes as "56 GB", or "1.34 TB" from 1000 GB on."""
     return f"{size / GB:.3g} GB" if size < 999.5 * GB else f"{size / GB / 1000:,.4g} TB"
+
+
+def folder_here(name: str) -> Path:
+    """The folder of a model: `name` itself, or its snapshot in the cache of Hugging Face. No network is asked."""
+    return Path(cached_folder(name, "config.json") or name)
 
 
 def count_parameters(folder: Path) -> int | None:
