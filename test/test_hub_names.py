@@ -1,5 +1,6 @@
 """Names on the hub are asked for in one request, before libraries load. The hub is played by its client's own errors."""
 
+import itertools
 import subprocess
 import sys
 import time
@@ -11,9 +12,11 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 from launch import _environment
 
+from trainer.cli import train_ppo
 from trainer.datasets.files.set_names import names_on_hub
 from trainer.errors import UserError
 from trainer.model_folders.folder_names import check_model_name, check_on_hub
+from trainer.runs import flag_checks
 
 ANSWER = httpx2.Response(404, request=httpx2.Request("GET", "https://huggingface.co/api/models/a/b"))
 ERRORS = {
@@ -101,3 +104,39 @@ def test_a_run_folder_names_its_model(file, tmp_path):
     (tmp_path / "model" / file).write_text("{}")
     with pytest.raises(UserError, match=f"contains no config.json.*Did you mean {tmp_path}/model?"):
         check_model_name(str(tmp_path), "--pretrain")
+
+
+# faults of one command, by what it costs to find them: flags alone, this machine's files, one file's content, the hub
+FAULTS = {
+    "a pair of flags": (["--lora_dropout", "0.1"], "--lora_dropout"),
+    "a folder in use": (["--output_dir", "used"], "--output_dir"),
+    "an absent file": (["--eval_dataset", "none.jsonl"], "--eval_dataset none.jsonl"),
+    "a folder without a model": (["--ref_model", "used", "--init_kl_coef", "0.1"], "--ref_model"),
+    "texts beyond the positions": (["--generate_max_len", "99999"], "--prompt_max_len"),
+    "a name that the hub lacks": (["--dataset", "org/none"], "hub"),
+}
+
+
+@pytest.mark.parametrize("cheap, dear", itertools.combinations(FAULTS, 2))
+def test_the_cheaper_check_comes_first(cheap, dear, tmp_path, monkeypatch):
+    """All come before a library is imported: `check` is what a command does before its ranks start."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/metrics.jsonl").write_text("{}\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"max_position_embeddings": 2048}')
+    (tmp_path / "model/model.safetensors").write_text("")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+
+    def asked(name, flag, kind):
+        raise UserError("hub", f"{name} is asked for")
+
+    monkeypatch.setattr(flag_checks, "check_on_hub", asked)
+    flags = ["--pretrain", "model", "--dataset", "rows.jsonl", "--reward_func", "format"]
+    for fault in (dear, cheap):
+        with pytest.raises(UserError) as refused:
+            train_ppo.check([*flags, *FAULTS[fault][0]])
+        assert refused.value.where.startswith(FAULTS[fault][1]), refused.value
+    with pytest.raises(UserError) as refused:
+        train_ppo.check([*flags, *FAULTS[dear][0], *FAULTS[cheap][0]])
+    assert refused.value.where.startswith(FAULTS[cheap][1]), refused.value

@@ -14,6 +14,12 @@ TIMEOUT_SECONDS = 10  # of one request to the hub
 
 def check_model_name(name: str, flag: str) -> None:
     """Raise UserError for a path without a model, which `flag` names. A name on the hub passes if the hub has it."""
+    if only_on_hub(name, flag):
+        check_on_hub(name, flag, "model")
+
+
+def only_on_hub(name: str, flag: str) -> bool:
+    """Whether only the hub can tell of this name. Raises UserError for a path without a model. Nothing is asked."""
     if not name.strip():
         raise UserError(flag, "names no model", "a Hugging Face model folder or hub name")
     if os.path.isdir(name):
@@ -31,8 +37,7 @@ def check_model_name(name: str, flag: str) -> None:
         raise UserError(flag, f"{name} is not a folder", "a Hugging Face model folder or hub name")
     elif name.startswith((".", "/", "~")):
         raise UserError(flag, f"{name} is not found", "a Hugging Face model folder or hub name")
-    else:
-        check_on_hub(name, flag, "model")
+    return not os.path.exists(name)
 
 
 def is_gguf(path: str) -> bool:

@@ -18,7 +18,7 @@ from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS, refuse
 from trainer.limits import raise_limits, read_model_config
 from trainer.model_folders.adapter_folder import adapter_here, base_folder, is_adapter, read_adapter
-from trainer.model_folders.folder_names import check_model_name, check_on_hub
+from trainer.model_folders.folder_names import check_on_hub, only_on_hub
 from trainer.runs import output_folders
 from trainer.runs.start_line import check_device, resolve_dtype
 from trainer.strategies import refuse_options
@@ -169,7 +169,10 @@ def check_hub(flags: OutputArguments) -> None:
 
 
 def check_files_of(args, is_demo: bool = False) -> None:
-    """Raise UserError for a run folder in use, absent files, folders without a model, or texts beyond its positions."""
+    """Raise UserError for a run folder in use, absent files, folders without a model, or texts beyond its positions.
+
+    What this machine can tell comes first: an answer of the hub takes up to ten seconds.
+    """
     flags, output = knowledge(args, COMMANDS.values()), args.output
     if output.output_dir:
         resumes = args.checkpoint.load_checkpoint is not None
@@ -184,14 +187,15 @@ def check_files_of(args, is_demo: bool = False) -> None:
         return
     for name in ("dataset", "eval_dataset"):
         check_files(vars(flags)[name], f"--{name}")
-    for name in MODEL_FLAGS:
-        for folder in names_to_check(vars(flags)[name]):
-            check_model_name(folder, f"--{name}")
-    for name in ("dataset", "eval_dataset"):
-        for hub_set in names_on_hub(vars(flags)[name]):
-            check_on_hub(hub_set, f"--{name}", "dataset")
+    models = [(name, f"--{flag}") for flag in MODEL_FLAGS for name in names_to_check(vars(flags)[flag])]
+    to_ask = [(name, flag, "model") for name, flag in models if only_on_hub(name, flag)]
+    to_ask += [
+        (s, f"--{flag}", "dataset") for flag in ("dataset", "eval_dataset") for s in names_on_hub(vars(flags)[flag])
+    ]
     if "rollout" in vars(args):
         check_length(args)
+    for question in to_ask:
+        check_on_hub(*question)
 
 
 def check_length(args) -> None:
