@@ -201,6 +201,21 @@ def test_tensorboard_mirrors_the_metrics(runs):
     assert losses == pytest.approx([row["loss"] for row in read_steps(runs / "fsdp2")], rel=1e-6)
 
 
+def test_evaluations_and_checkpoints_by_epoch_come_at_their_steps(tmp_path):
+    """32 rows of 8 a step are 4 steps an epoch. Of three evaluations in four steps, every second step has one."""
+    make_demo(str(tmp_path / "demo"))
+    flags = (
+        "--pretrain demo/model --dataset demo/sft.jsonl#32 --eval_dataset demo/sft_eval.jsonl#8 --apply_chat_template"
+    )
+    flags += " --train_batch_size 8 --max_epochs 2 --evals_per_epoch 3 --saves_per_epoch 1 --output_dir run --no_save"
+    code, output = run_process([sys.executable, "-m", "trainer.cli", "sft", *flags.split()], cwd=tmp_path)
+    assert code == 0, output[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 6, 8]
+    saved = [int(path.name.removeprefix("step_")) for path in (tmp_path / "run/checkpoints").glob("step_*")]
+    assert sorted(saved) == [4, 8]
+
+
 def test_flags_by_epoch_are_steps():
     found = steps_by_epoch(EpochArguments(evals_per_epoch=4, saves_per_epoch=1), range(10))
     assert found == {"eval_steps": 3, "save_steps": 10}  # never more often than asked
