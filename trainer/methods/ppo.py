@@ -81,10 +81,8 @@ def train_ppo(
 ) -> Optional[dict[str, float]]:
     """Run the optimizer steps up to `loop.total_steps`. Returns the metrics of the last evaluation.
 
-    Checkpoints are saved between rollouts.
-
     Raises:
-        Interrupted: a signal came. A checkpoint is saved first.
+        Interrupted: a signal came. A checkpoint is saved first, as between rollouts.
         UserError: a reward failed. A checkpoint is saved first.
     """
     strategy, state, roles = run.strategy, run.state, run.roles
