@@ -176,7 +176,8 @@ def start_line(command: str, args, num_parameters: int | None, trains: bool = Tr
     if trains:
         dtype += f", learning rate {args.optimizer.learning_rate:g}"
         by_tokens = batch.max_tokens_per_micro_batch or batch.packing_samples or layout.exact
-        if batch.micro_train_batch_size < MICRO_BATCH_SIZE and not by_tokens:
+        at_once = batch.micro_train_batch_size * axes["dp_replicate"] * axes["dp"]
+        if batch.micro_train_batch_size < MICRO_BATCH_SIZE and at_once < batch.train_batch_size and not by_tokens:
             samples = f"{batch.micro_train_batch_size} of the {batch.train_batch_size} samples of a step"
             dtype += f", {samples} in a forward pass of a rank"
     return f"{command}: {model}{size}, {where}, {dtype}, to {args.output.output_dir or 'a new folder in runs/'}"
