@@ -41,7 +41,8 @@ def helps() -> dict[str, str]:
 def test_help_begins_with_an_example_and_has_no_names_of_types(helps, name):
     text = helps[name]
     assert text.startswith(example_of(name)) and len(EXAMPLES[name]) in (2, 3)
-    assert "usage: " in text.splitlines()[len(EXAMPLES[name]) + 2]
+    usage = text.splitlines()[len(EXAMPLES[name]) + 2]
+    assert usage.startswith("usage: trainer ") and usage.split()[2] in (*RANKED, *OTHERS), "as a person types it"
     for noise in ("type:", "None", "null", "default: True", "default: False", "Literal", "Optional", "\b"):
         assert noise not in text, noise
     assert not re.search(r"default:? [\d.]+e-0", text)

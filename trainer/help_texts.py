@@ -87,6 +87,12 @@ def example_of(command: str) -> str:
     return "example:\n" + text.replace("\n      ", " \\\n      ") + "\n\n" if text else ""
 
 
+def typed(command: str) -> str:
+    """How a person starts a command: trainer sft, trainer eval. Another program keeps its own name."""
+    words = {"evaluate": "eval"}.get(command, command.removeprefix("train_"))
+    return f"trainer {words}" if command in EXAMPLES else command
+
+
 def with_default(text: str, default: Any) -> str:
     """A help text with its default: "seed (default 42)". A flag that is off or not set has none; the text may name it."""
     if default is None or default is False or default in ("", [], argparse.SUPPRESS) or "default" in text:
@@ -117,8 +123,7 @@ class OneLineParser(argparse.ArgumentParser):
     """
 
     def __init__(self, command: str, **options):
-        prog = f"trainer {command}" if command in EXAMPLES else command
-        super().__init__(prog, **{"allow_abbrev": False, "formatter_class": PlainHelp, **options})
+        super().__init__(typed(command), **{"allow_abbrev": False, "formatter_class": PlainHelp, **options})
         self.command = command
 
     def format_help(self) -> str:

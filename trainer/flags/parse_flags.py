@@ -20,7 +20,7 @@ from trainer.errors import LEFT_OUT, UserError, has_left_out
 from trainer.flags.groups import arg, flags_of, flat, from_flat, group, groups_of, set_names, with_flags
 from trainer.flags.names.set_entries import spread
 from trainer.flags.names.suggestions import GIVEN, leaves, suggestion
-from trainer.help_texts import example_of, with_default
+from trainer.help_texts import example_of, typed, with_default
 
 __all__ = ["arg", "flags_of", "flat", "from_flat", "group", "groups_of", "with_flags"]  # the rooms above take them here
 DEMO_DIR = "demo"
@@ -97,7 +97,7 @@ def build_parser(groups: Iterable[type], command: str, description: Optional[str
     parser = _Parser(
         prog=command,
         formatter_class=_Help,
-        usage="%(prog)s [--config FILE] [--flag value ...]",
+        usage=f"{typed(command)} [--config FILE] [--flag value ...]",
         description=description,
         exit_on_error=False,
         allow_abbrev=False,
