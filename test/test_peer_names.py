@@ -111,7 +111,8 @@ def test_a_name_like_another_of_another_meaning_is_no_guess():
     assert misspelled("gradeint_checkpoiting", FLAGS["train_sft"]) == "gradient_checkpointing"
 
 
-FIRST_TRIES = """epochs data max_seq_len grad_accum tp_size model_path pipeline_parallel_size num_gpus use_lora"""
+FIRST_TRIES = """epochs data max_seq_len grad_accum tp_size model_path pipeline_parallel_size num_gpus use_lora\
+ bs steps warmup wd grad_clip precision seq_len val_data save_every log_every resume attn quantize devices dp"""
 OF_METHODS = {"train_dpo": "reference_model reference_free kl_coef"}
 OF_METHODS["train_ppo"] = "reward_model_path reference_model kl_coef group_size gae_lambda"
 
