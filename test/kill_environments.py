@@ -85,9 +85,10 @@ def named(text: str) -> list[int]:
 def children(pid: int) -> list[int]:
     """Those that any thread of it has started."""
     found = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += [int(number) for number in path.read_text().split()]
+    with contextlib.suppress(OSError):  # it has ended
+        for path in list(Path(f"/proc/{pid}/task").glob("*/children")):
+            with contextlib.suppress(OSError):  # that thread has
+                found += [int(number) for number in path.read_text().split()]
     return found
 
 
