@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -25,6 +27,7 @@ from trainer.checkpoints.run_identity import (
 )
 from trainer.cli import train_dpo, train_kd, train_ppo, train_sft
 from trainer.datasets.demos.demo import make_demo
+from trainer.datasets.files import stream_rows
 from trainer.datasets.files.stream_rows import contents_of_files
 from trainer.entry import PlainStream
 from trainer.errors import UserError, has_left_out, plain, without_secrets
@@ -246,8 +249,39 @@ def test_code_targets_and_streams_have_hashes(tmp_path):
     hashes = set()
     for order in (rows, rows[::-1], [*rows[:10], rows[11], rows[10], *rows[12:]]):
         stream.write_text("".join(order))
-        hashes.add(contents_of_files(str(stream), "train"))
+        hashes.add(contents_of_files(str(stream), "train")["files"])
     assert len(hashes) == 3
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_two_rows_of_a_stream_that_change_places_are_noticed_or_told(tmp_path, monkeypatch, is_large):
+    """Far from the parts that are read of large files. The size stays, and the run says what is not compared."""
+    monkeypatch.setattr(stream_rows, "HASHED_WHOLE", 1 << 20 if is_large else 1 << 30)
+    stream, said = tmp_path / "rows.jsonl", []
+    rows = [json.dumps({"text": f"row {n:06d}"}) + "\n" for n in range(200_000)]
+    strategy = SimpleNamespace(print=said.append)
+    run, known = (
+        SimpleNamespace(setup=SimpleNamespace(strategy=strategy)),
+        SimpleNamespace(dataset=str(stream), dataset_split="train"),
+    )
+
+    def facts(order: list[str], second: int) -> dict:
+        stream.write_text("".join(order))
+        os.utime(stream, (second, second))
+        return {"dataset": run_record.stream_facts(run, known)}
+
+    before, now = facts(rows, 0), facts([*rows[:7000], rows[7001], rows[7000], *rows[7002:]], 60)
+    assert before["dataset"]["files"] == now["dataset"]["files"]
+    if is_large:
+        assert "of 1 file, a resume compares the name, the size, and parts" in said[0]
+        told = ["dataset written 1970-01-01 00:00:00 -> 1970-01-01 00:01:00"]
+        assert compare(record("train_sft", before), record("train_sft", now)) == told
+    else:
+        assert not said and facts(rows, 60) == before
+        with pytest.raises(UserError, match="--dataset whole"):
+            compare(record("train_sft", before), record("train_sft", now))
+    older = {"dataset": {"files": before["dataset"]["files"]}}
+    assert compare(record("train_sft", older), record("train_sft", now)) == []
 
 
 CODE = {

@@ -132,13 +132,9 @@ def check_allowed(allowed: Iterable[str], command: type) -> list[str]:
 
 # --- the record of a run
 
-LATER = (
-    "stop_ids",
-    "image_processor",
-    "remote_code",
-    "rows",
-    "modules",
-)  # facts that older records lack: not compared then
+# facts that older records lack: not compared then
+LATER = ("stop_ids", "image_processor", "remote_code", "rows", "modules", "whole", "written")
+TOLD = ("dataset written",)  # of contents: the same bytes may be written again, so a change is only printed
 NO_VALUE = "nothing"
 SHOWN = 60  # characters of a value
 RECORD_HASH = "blake2b"
@@ -209,7 +205,7 @@ def changes(folder: str, before: dict, now: dict, defaults: dict, allowed: Itera
     contents = [change for flag in now["content"] for change in _of_content(flag, before, now)]
     strict = {OBJECTIVE, SAMPLES} if now["flags"].get("streaming") else {OBJECTIVE}  # no hash of all streamed samples
     refused = [c for c in flags if effect_of(c.name, old, new) in strict and c.name not in allowed]
-    refused += [c for c in contents if c.name.split()[0] not in allowed]
+    refused += [c for c in contents if c.name.split()[0] not in allowed and c.name not in TOLD]
     if refused:
         raise _refusal(folder, refused)
     others = [

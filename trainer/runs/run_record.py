@@ -85,10 +85,19 @@ def contents(run, flags) -> dict[str, dict]:
         found["rollouts_from"] = {"rows": _hash_whole(rollouts)}
     for flag in (flag for flag in CODE if vars(known)[flag]):
         found[flag] = {"code": code_hash(vars(known)[flag]), "modules": modules_of(flag, vars(known)[flag])}
-    is_stream = known.streaming
-    found["dataset"] = {"files": contents_of_files(known.dataset, known.dataset_split)} if is_stream else {}
-    found["dataset"] |= {} if is_stream else {"targets": targets_hash(run.samples)}
+    found["dataset"] = stream_facts(run, known) if known.streaming else {"targets": targets_hash(run.samples)}
     return found
+
+
+def stream_facts(run, known) -> dict[str, Any]:
+    """Facts of streamed files. Says so if a resume cannot compare all of their bytes."""
+    facts = contents_of_files(known.dataset, known.dataset_split)
+    if count := facts.pop("not_compared"):
+        found = (
+            f"of {count} file{'s' * (count > 1)}, a resume compares the name, the size, and parts where they are here"
+        )
+        run.setup.strategy.print(f"--streaming: {found}. It cannot know another order of rows in between")
+    return facts
 
 
 def frozen_models(run) -> dict[str, Optional[str]]:

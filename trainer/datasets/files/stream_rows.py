@@ -5,6 +5,8 @@ import hashlib
 import importlib.util
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -26,6 +28,7 @@ LINE = "(line)"  # the column of JSON that is not parsed yet; files of the other
 PLACE = "(place)"
 KINDS = {".jsonl": "text", ".ndjson": "text", ".parquet": "parquet", ".tar": "tar"}
 COMPRESSED = (".zst", ".gz")
+HASHED_WHOLE = 1 << 30  # bytes of all local files together
 CHUNK_BYTES = 1 << 20  # of lines that are read at a time
 ALLOWED = "files *.jsonl, *.parquet or *.tar (also *.jsonl.zst and so on), folders or URLs of them"
 
@@ -177,21 +180,46 @@ def _facts_of(name: str) -> list:
     return [os.path.basename(name), os.path.getsize(name) if os.path.isfile(name) else None]
 
 
-def contents_of_files(names: str, split: str) -> str:
-    """A hash of the local files of the comma-separated sets, in order: their ends and parts between, at most 1 MiB each.
+def contents_of_files(names: str, split: str) -> dict[str, Any]:
+    """Facts of the files of the comma-separated sets, in order, which a resumed run compares:
 
-    It notices rows that stand in another order, and reads little of a large set.
+    - `files`: a hash of the ends of each local file and of parts between, at most 1 MiB.
+    - `whole`: a hash of all bytes, up to HASHED_WHOLE. Larger sets have None, since hashing them would take long.
+    - `written`: the time of the last change of a local file, where `whole` is None.
+    - `not_compared`: the number of files of which no byte or only parts are compared.
     """
-    digest = hashlib.blake2b(digest_size=8)
-    for path in names_in(names):
-        for name in _files_of(path, path, split):
-            digest.update(b"\n")
-            if os.path.isfile(name):
-                size = os.path.getsize(name)
-                with open(name, "rb") as file:
-                    for part in range(16):
-                        file.seek(size * part // 16)
-                        digest.update(file.read(1 << 16))
-                    file.seek(max(0, size - (1 << 16)))
-                    digest.update(file.read())
-    return digest.hexdigest()
+    found = [name for path in names_in(names) for name in _files_of(path, path, split)]
+    local = [name for name in found if os.path.isfile(name)]
+    is_small = sum(map(os.path.getsize, local)) <= HASHED_WHOLE
+    digest, whole = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+    for name in found:
+        digest.update(b"\n")
+        if name in local:
+            _update_by_parts(digest, name)
+    if is_small:
+        with ThreadPoolExecutor() as pool:  # hashing frees Python's lock
+            for own in pool.map(_hash_whole, local):
+                whole.update(own)
+    times = [os.path.getmtime(name) for name in local]
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(max(times))) if times and not is_small else None
+    return {
+        "files": digest.hexdigest(),
+        "whole": whole.hexdigest() if local and is_small else None,
+        "written": written,
+        "not_compared": len(found) - len(local) * is_small,
+    }
+
+
+def _update_by_parts(digest, name: str) -> None:
+    size = os.path.getsize(name)
+    with open(name, "rb") as file:
+        for part in range(16):
+            file.seek(size * part // 16)
+            digest.update(file.read(1 << 16))
+        file.seek(max(0, size - (1 << 16)))
+        digest.update(file.read())
+
+
+def _hash_whole(name: str) -> bytes:
+    with open(name, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
