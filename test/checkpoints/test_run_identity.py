@@ -111,6 +111,17 @@ def test_a_resume_with_other_bits_is_refused_with_exact_only():
         assert len(compare(before, now, "exact")) == 2  # and cpu_matmul, which is told
 
 
+@pytest.mark.parametrize("name", ["eval_steps", "evals_per_epoch"])
+@pytest.mark.parametrize(
+    "flags", [{"early_stopping_patience": 2}, {"load_best_model_at_end": True}, {"best_metric_key": "eval_loss"}]
+)
+def test_the_places_of_evaluations_are_told_where_they_decide_the_result(name, flags):
+    for before, now in ((flags, flags), (flags, {}), ({}, flags)):
+        told = compare(record("train_sft", **before), record("train_sft", **now, **{name: 5}))
+        assert f"{name} nothing -> 5" in told
+    assert compare(record("train_sft"), record("train_sft", **{name: 5})) == []
+
+
 def test_what_is_told_and_refused_in_words():
     told = compare(record("train_sft", learning_rate=0.002), record("train_sft", learning_rate=0.9, max_steps=9))
     assert told == ["max_steps nothing -> 9", "learning_rate 0.002 -> 0.9"]

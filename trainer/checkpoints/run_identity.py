@@ -63,7 +63,7 @@ EFFECTS: dict[str, str] = {
         lr_warmup_ratio warmup_steps min_lr_ratio adam_betas adam_eps weight_decay fp8 max_norm max_skipped_steps param_dtype compute_fp32_loss
         reduce_dtype deterministic trust_remote_code limits remote_rm_url judge_url judge_timeout judge_retries judge_cache reward_timeout remote_rm_timeout remote_rm_retries max_failed_share max_logprob_diff
         env_timeout env_sandbox env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths preset
-        eval_dataset eval_dataset_flags eval_split max_eval_samples best_metric_key early_stopping_patience eval_samples eval_temperature eval_top_p eval_source_key""",
+        eval_dataset eval_dataset_flags eval_split max_eval_samples best_metric_key early_stopping_patience load_best_model_at_end eval_samples eval_temperature eval_top_p eval_source_key""",
     LAYOUT: """
         attn_implementation gradient_checkpointing selective_checkpointing activation_offload compile dataset_num_proc
         cache_pixels micro_train_batch_size max_tokens_per_micro_batch packing_samples layout backend zero_stage
@@ -76,12 +76,14 @@ EFFECTS: dict[str, str] = {
         allow_no_stop print_model print_tp_plan heartbeat_timeout check_replicas_every output_dir overwrite save_path no_save
         certificate sign_key eval_steps evals_per_epoch saves_per_epoch logging_steps report_to use_wandb wandb_project run_name use_tensorboard parity_dump save_steps
         save_interval_minutes max_ckpt_num max_ckpt_mem load_checkpoint allow_change ckpt_format async_save save_hf_ckpt
-        push_to_hub hub_model_id hub_private_repo hub_dry_run load_best_model_at_end save_only_model verify_resume parity_trace certify sample_pages timeline""",
+        push_to_hub hub_model_id hub_private_repo hub_dry_run save_only_model verify_resume parity_trace certify sample_pages timeline""",
 }
 
 EFFECT_OF: dict[str, str] = {flag: effect for effect, flags in EFFECTS.items() for flag in flags.split()}
 
 BITS = {"cpu_matmul", "attn_implementation"}  # with --exact, these decide the bits of a run
+EVALUATIONS = {"eval_steps", "evals_per_epoch"}  # with one of BY_EVALUATIONS, they decide where a run ends or its model
+BY_EVALUATIONS = ("early_stopping_patience", "load_best_model_at_end", "best_metric_key")
 
 # what a run uses if a flag without a default is not given, from its other flags
 FOLLOWS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -115,6 +117,8 @@ def in_effect(flags: dict[str, Any]) -> dict[str, Any]:
 
 def effect_of(flag: str, old: dict[str, Any], new: dict[str, Any]) -> str:
     """The effect of another value of `flag` in a resume from flags `old` with flags `new`. --exact promises equal bits."""
+    if flag in EVALUATIONS and any(flags.get(name) for flags in (old, new) for name in BY_EVALUATIONS):
+        return COURSE
     return OBJECTIVE if flag in BITS and old.get("exact") and new.get("exact") else EFFECT_OF[flag]
 
 
@@ -197,7 +201,7 @@ def changes(folder: str, before: dict, now: dict, defaults: dict, allowed: Itera
     flags = [
         Change(name, old[name], new[name])
         for name, value in now["flags"].items()
-        if EFFECT_OF[name] != OUTPUT and not _same(given[name], value) and not _same(old[name], new[name])
+        if effect_of(name, old, new) != OUTPUT and not _same(given[name], value) and not _same(old[name], new[name])
     ]
     for change in flags:
         if EFFECT_OF[change.name] == FIXED:
