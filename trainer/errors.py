@@ -9,7 +9,8 @@ from typing import Any
 LEFT_OUT = "***"  # in place of a secret
 # user and password of an address; values of its query whose name says that they are secret
 USER = re.compile(r"(?<=://)[^/\s?#]*(?=@)")
-QUERY = re.compile(r"(?i)([?&][^=&\s]*(?:key|token|secret|passw(?:or)?d|signature|credential|auth|sig)=)[^&\s,#]+")
+SECRETS = r"key|token|secret|(?<!by)pass(?:word|wd|phrase|code)?|pwd|signature|sig|credentials?|auth|authorization"
+QUERY = re.compile(rf"(?i)([?&;#][^=&;\s]*(?:{SECRETS})=)[^&;\s,#]+")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 

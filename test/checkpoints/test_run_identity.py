@@ -365,6 +365,27 @@ def test_secrets_of_addresses_are_left_out_and_must_be_given_again():
     assert without_secrets(same) == same
 
 
+SECRET_NAMES = (
+    "pwd pass passwd password passphrase token key secret sig signature auth authorization credential credentials"
+)
+SECRET_NAMES += " api_key access-token X-Amz-Signature X-Amz-Security-Token PWD db_pass sas_token client_secret"
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES.split())
+@pytest.mark.parametrize("mark", ["?", "?n=1&", "?n=1;", "#"])
+def test_secret_parameters_of_an_address_are_masked_everywhere(name, mark):
+    url = f"https://host/a{mark}{name}=pa55&m=2"
+    hidden = f"https://host/a{mark}{name}=***&m=2"
+    assert without_secrets({"urls": [url, (url,)]}) == {"urls": [hidden, [hidden]]}
+    assert str(UserError(f"--remote_rm_url {url}", f"no answer of {url}")).count(hidden) == 2
+    assert plain(f"{url}, and {url}") == f"{hidden}, and {hidden}" and has_left_out(hidden)
+
+
+@pytest.mark.parametrize("name", ["n", "bypass", "keys_of", "passes", "model", "user", "page_tokens"])
+def test_other_parameters_of_an_address_stay(name):
+    assert plain(f"https://host/a?{name}=5&m=2") == f"https://host/a?{name}=5&m=2"
+
+
 def test_control_characters_are_shown_not_sent():
     assert plain("a\x1b[2Jb\rc\td\n\u202ee é") == "a\\x1b[2Jb\\rc\td\n\\u202ee é"
 
