@@ -101,9 +101,8 @@ def kill_environments(folder: Path, count: int, generator: random.Random) -> Non
         if state["kills"] == count or not begun(folder, "killed") or time.monotonic() < state["next"]:
             return state["kills"] == count
         ours = {pid for rank in named(str(folder / "killed")) for pid in family(rank)}
-        processes = [
-            pid for server in named("multiprocessing.forkserver") if server in ours for pid in children(server)
-        ]
+        nurseries = {pid for pid in named("trainer.rollout.envs.nursery") if pid in ours}
+        processes = [pid for nursery in nurseries for pid in family(nursery) - {nursery}]
         if processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(generator.choice(processes), signal.SIGKILL)
