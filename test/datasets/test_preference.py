@@ -198,3 +198,10 @@ def test_real_conversations(tokenizer, shared_data):
     for pair in pairs:
         for (_, trained), side in zip(texts(tokenizer, pair), ("chosen", "rejected"), strict=True):
             assert trained == rows[pair["row"]][side] + "<|im_end|>"
+
+
+@pytest.mark.parametrize("row", [{"messages": [user("2 1"), assistant("1 2")]}, {"question": "2 1", "answer": "1 2"}])
+def test_rows_without_a_second_answer_are_sent_to_the_command_that_reads_them(tokenizer, row):
+    found = rf"--dataset columns {', '.join(row)}: no column is known as the rejected answer \(allowed: --rejected_key .*train_sft"
+    with pytest.raises(UserError, match=found):
+        tokenize(tokenizer, [row])

@@ -65,7 +65,10 @@ def load_model(
         validate_model(folder, remote_code, setup.attention, setup.is_packed, auto_class)
     is_replaced = trained and setup.resumes
     if not is_replaced:
-        strategy.print(f"loading {flag} {folder}: {weights_size(folder) / 1e6:,.1f} MB")
+        shown = (
+            flags.pretrain if flag == "--pretrain" else folder
+        )  # the model with a new head is in a folder of the run
+        strategy.print(f"loading {flag} {shown}: {weights_size(folder) / 1e6:,.1f} MB")
     try:
         with reading(is_replaced):
             options = {"attn_implementation": attention, "trust_remote_code": remote_code, "adapter": adapter}

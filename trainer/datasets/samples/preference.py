@@ -122,6 +122,10 @@ def pair_tokens(
     there = {f for f, names in others.items() if keys[f] == f[2:-4] and any(name in columns for name in names)}
     if "--chosen_key" not in there and not column_of_key(columns, chosen_key):
         refuse_other_sets(columns, flag)
+    if "--rejected_key" not in there and rejected_key == "rejected":
+        instead = "train_sft or train_kd for rows with one answer; train_dpo --loss kto for answers with a label"
+        found = "no column is known as the rejected answer"
+        raise UserError(f"{flag} columns {', '.join(columns)}", found, f"--rejected_key with its column; {instead}")
     check_keys(columns, flag, {**{f: key for f, key in keys.items() if f not in there}, "--margin_key": margin_key})
     reading = {"ignored": ignore_columns, "system": system, "taken": (margin_key,) if margin_key else ()}
     reading["renamed"] = renamed
