@@ -157,3 +157,13 @@ def test_a_label_may_stand_under_either_name(tokenizer, tmp_path):
 def test_a_flag_that_names_no_column_is_refused_for_pairs_too(flags, tokenizer, tmp_path):
     with pytest.raises(UserError, match=f"--{next(iter(flags))}: no key '{next(iter(flags.values()))}'"):
         tokenize_unpaired(load([PAIRS["texts"]], tmp_path), tokenizer, **KEYS | flags)
+
+
+@pytest.mark.parametrize(
+    "verdicts, kind", [([True, True], "desirable"), ([False, False], "undesirable"), ([True, False], None)]
+)
+def test_answers_that_are_all_good_or_all_bad_are_told(verdicts, kind, tokenizer, tmp_path):
+    rows = [{"prompt": "q", "completion": f"answer {n}", "label": label} for n, label in enumerate(verdicts)]
+    _, ledger = tokenize_unpaired(load(rows, tmp_path), tokenizer, **KEYS)
+    warning = f"WARNING: all answers are {kind}, and KTO learns from both kinds"
+    assert (warning in ledger.lines) == (kind is not None) and (kind or "all answers" not in str(ledger.lines))

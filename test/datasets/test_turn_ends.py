@@ -211,7 +211,8 @@ def test_preferences_without_a_stop_token_are_refused(kind):
     keys = {"completion_key": "completion", "label_key": "label"} if kind.startswith("kto") else {"margin_key": None}
     keys |= {"prompt_key": None, "chosen_key": "chosen", "rejected_key": "rejected", "flag": "--dataset"}
     keys |= {"input_template": None, "apply_chat_template": False, "max_len": 200}
-    rows = datasets.Dataset.from_list([row, {**row, "prompt": [{"role": "user", "content": "2 + 2?"}]}])
+    other = {**row, "prompt": [{"role": "user", "content": "2 + 2?"}]} | ({"label": False} if "label" in row else {})
+    rows = datasets.Dataset.from_list([row, other])
     no_end, end = PAIRS["endoftext, the next role"][0](), PAIRS["endoftext, im_end"][0]()
     with pytest.raises(UserError) as error:
         tokenize(rows, no_end, **keys)

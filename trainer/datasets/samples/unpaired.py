@@ -106,7 +106,12 @@ def tokenize_unpaired(
     samples = tokens_of(rows, answer_tokens, tokenizer, flag=flag, max_len=max_len, **flags)
     totals = {"num_desirable": "label", "num_tokens": "num_tokens", STOPS: "stop_trained"}
     limits = {"max_len": max_len, "allow_no_stop": allow_no_stop or part.is_evaluation}
-    return keep_answers(part.of(samples), "answer", SENTENCE, [EMPTY, CUT_AWAY], totals, flag=flag, **limits)
+    kept, ledger = keep_answers(part.of(samples), "answer", SENTENCE, [EMPTY, CUT_AWAY], totals, flag=flag, **limits)
+    num_desirable = ledger.counts["num_desirable"]
+    if num_desirable in (0, len(kept)) and not part.is_evaluation:
+        kind = "desirable" if num_desirable else "undesirable"
+        ledger.lines.append(f"WARNING: all answers are {kind}, and KTO learns from both kinds")
+    return kept, ledger
 
 
 def answer_tokens(
