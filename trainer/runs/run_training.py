@@ -72,11 +72,9 @@ def train(args, method: Method, is_demo: bool = False) -> None:
     metrics = outputs.start_metrics(strategy, flat(args), args.output, run.output_dir, checkpoints, **facts)
     with contextlib.ExitStack() as ending:
         with metrics or contextlib.nullcontext():
-            options, states = (
-                loop_options(args, run.total_steps),
-                {"checkpoints": checkpoints, "progress": run.progress},
-            )
+            options = loop_options(args, run.total_steps)
             options = dataclasses.replace(options, eval_steps=every["eval_steps"] or options.eval_steps)
+            states = {"checkpoints": checkpoints, "progress": run.progress}
             states |= {"metrics": metrics, "flops_per_token": flops, "eval_loader": run.eval_loader, "hooks": run.hooks}
             run_loop(strategy, run.model, optimizer, scheduler, run.loader, run.loss_fn, options, **states)
             ending.enter_context(StopRequest(ENDING))
