@@ -20,68 +20,19 @@ from trainer.errors import UserError
 
 KNOWN = {plain_name(name): name for name in (*CONVERSATIONS, *PROMPTS, *ANSWERS, *CHOSEN, *REJECTED, *LABELS)}
 WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
-ASK = {"prompt", "prompts", "question", "questions", "instruction", "query", "problem", "input", "inputs", "request"}
-ASK |= {
-    "user",
-    "human",
-    "message",
-    "messages",
-    "conversation",
-    "dialog",
-    "dialogue",
-    "chat",
-    "post",
-    "task",
-    "text",
-    "ask",
+# fmt: off
+ASK = {
+    "prompt", "prompts", "question", "questions", "instruction", "query", "problem", "input", "inputs", "request", "user",
+    "human", "message", "messages", "conversation", "dialog", "dialogue", "chat", "post", "task", "text", "ask",
 }
 # words of names that say something of a prompt
 FACTS = {
-    "id",
-    "ids",
-    "uid",
-    "uuid",
-    "type",
-    "kind",
-    "source",
-    "origin",
-    "category",
-    "name",
-    "lang",
-    "language",
-    "level",
-    "model",
-}
-FACTS |= {
-    "count",
-    "num",
-    "idx",
-    "index",
-    "length",
-    "len",
-    "hash",
-    "sha",
-    "url",
-    "tokens",
-    "score",
-    "rating",
-    "date",
-    "time",
-}
-FACTS |= {
-    "version",
-    "title",
-    "tag",
-    "tags",
-    "topic",
-    "split",
-    "dataset",
-    "template",
-    "format",
-    "metadata",
-    "meta",
+    "id", "ids", "uid", "uuid", "type", "kind", "source", "origin", "category", "name", "lang", "language", "level",
+    "model", "count", "num", "idx", "index", "length", "len", "hash", "sha", "url", "tokens", "score", "rating", "date",
+    "time", "version", "title", "tag", "tags", "topic", "split", "dataset", "template", "format", "metadata", "meta",
     "difficulty",
 }
+# fmt: on
 
 
 def with_known_names(rows: Any, named: Iterable[str | None]) -> tuple[Any, tuple[str, ...]]:
