@@ -1,6 +1,7 @@
 """train_ppo --env: several turns on several layouts against the plain formula, replay, resume, and an environment that fails."""
 
 import json
+import math
 import statistics
 import sys
 
@@ -35,6 +36,8 @@ LOSSY = TALKER.replace(
     "        self.turn += 1\n",
     "        self.turn += 1\n        if len(response) % 3 == 0:\n            raise ConnectionResetError('gone')\n",
 )
+GAMMA = 0.9
+TURNS = ["--advantage_estimator", "reinforce", "--gamma", str(GAMMA), "--turn_rewards"]
 GROUP = ["--advantage_estimator", "group_norm", "--loss_agg", "token"]
 
 
@@ -77,25 +80,45 @@ def flags(folder, name: str, *more: str) -> list[str]:
     return [*line, "--output_dir", str(folder / name), *more]
 
 
-def plain_first_step(folder, rows: list[dict]) -> tuple[float, float]:
+def of_groups(rows: list[dict]) -> list[list[float]]:
+    """Advantages of the generated tokens of each row: equation 3 of GRPO, from the scores of its group of 4."""
+    found = []
+    for place, row in enumerate(rows):
+        start = place - place % 4
+        scores = [other["score"] for other in rows[start : start + 4] if not other.get("failed")]
+        deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0
+        lead = 0.0 if row.get("failed") else row["score"] - statistics.fmean(scores)
+        found.append([lead / (deviation + 1e-6)] * len(row["log_probs"]))
+    return found
+
+
+def of_turns(rows: list[dict]) -> list[list[float]]:
+    """Discounted sums of the rewards of this turn and of later ones, whitened over all tokens."""
+    found = []
+    for row in rows:
+        lengths = [end - start for start, end in row["turns"]]
+        rewards = [r for n, reward in zip(lengths, row["turn_rewards"]) for r in [0.0] * (n - 1) + [reward]]
+        found.append([sum(GAMMA ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))])
+    everything = [value for values in found for value in values]
+    mean, variance = statistics.fmean(everything), statistics.pvariance(everything)
+    return [[(value - mean) / math.sqrt(variance + 1e-8) for value in values] for values in found]
+
+
+def plain_first_step(folder, rows: list[dict], advantages_of=of_groups) -> tuple[float, float]:
     """Loss and gradient norm of the first step, by the formula: minus the mean over generated tokens of A log p."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "demo/model", dtype=torch.float32)
     surrogate, total, count = 0.0, 0.0, 0
-    for place, row in enumerate(rows):
+    for row, advantages in zip(rows, advantages_of(rows), strict=True):
         if row.get("failed"):
             continue
-        start = place - place % 4
-        scores = [other["score"] for other in rows[start : start + 4] if not other.get("failed")]
-        deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0
-        advantage = (row["score"] - statistics.fmean(scores)) / (deviation + 1e-6)
         ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
         log_probs = model(ids).logits[0].double().log_softmax(-1)
         generated = [len(row["prompt_ids"]) + i for start, end in row["turns"] for i in range(start, end)]
         assert len(generated) == len(row["log_probs"])
-        surrogate = surrogate - sum(advantage * log_probs[i - 1, ids[0, i]] for i in generated)
-        total, count = total - advantage * len(generated), count + len(generated)
+        surrogate = surrogate - sum(a * log_probs[i - 1, ids[0, i]] for a, i in zip(advantages, generated, strict=True))
+        total, count = total - sum(advantages), count + len(generated)
     (surrogate / count).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     return total / count, norm.item()
@@ -116,6 +139,8 @@ def test_layouts_replay_and_resume(folder):
         "lossy": ["--env", f"{folder}/lossy.py", "--max_failed_share", "0.9", "--max_steps", "1"],
         "lossy-lockstep": ["--env", f"{folder}/lossy.py", "--max_failed_share", "0.9", "--max_steps", "1"],
         "chosen": ["--dataset", f"{folder}/chosen.jsonl", "--env_key", "kind", "--env_last_turn_text", "Last turn."],
+        "turns": [*TURNS, "--max_steps", "1"],
+        "turns-zero1-tp2": [*TURNS, "--backend", "deepspeed", "--zero_stage", "1", *tp2, "--max_steps", "1"],
         "gae": ["--advantage_estimator", "gae", "--critic_learning_rate", "1e-3", "--max_steps", "2"],
     }
     runs["lossy-lockstep"].append("--env_lockstep")
@@ -149,6 +174,12 @@ def test_layouts_replay_and_resume(folder):
         assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in first], abs=1e-5), name
         assert [row["grad_norm"] for row in found] == pytest.approx([row["grad_norm"] for row in first], rel=1e-4), name
     assert len(read_steps(folder / "gae")) == 2
+    for name in ("turns", "turns-zero1-tp2"):
+        [step] = read_steps(folder / name)
+        rows = [json.loads(line) for line in (folder / name / "rollouts.jsonl").read_text().splitlines()]
+        assert all(row["score"] == sum(row["turn_rewards"]) for row in rows) and any(row["score"] for row in rows)
+        loss, norm = plain_first_step(folder, rows, of_turns)
+        assert step["loss"] == pytest.approx(loss, abs=1e-5) and step["grad_norm"] == pytest.approx(norm, rel=1e-4)
     rows = [json.loads(line) for line in (folder / "chosen/rollouts.jsonl").read_text().splitlines()]
     for row in rows:
         most = (3, 2)[row["row"] % 2]

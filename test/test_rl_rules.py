@@ -69,6 +69,12 @@ PPO_CASES = [
         "--normalize_reward with --advantage_estimator gdpo",
         {**GROUP, "advantage_estimator": "gdpo", "reward_func": "a.py,b.py", "normalize_reward": True},
     ),
+    ("--turn_rewards without --env", {"turn_rewards": True}),
+    ("--turn_rewards with --advantage_estimator group_norm", {**GROUP, "turn_rewards": True, "env": "e.py"}),
+    (
+        "--normalize_reward with --turn_rewards",
+        {"turn_rewards": True, "env": "e.py", "normalize_reward": True},
+    ),
     ("--gamma 0.5 with --advantage_estimator distill", {**DISTILL, "gamma": 0.5}),
     ("--eps_clip 0.3 with --policy_loss reinforce", {"policy_loss": "reinforce", "eps_clip": 0.3}),
     ("--dual_clip 2.0 with --policy_loss cispo", {"policy_loss": "cispo", "dual_clip": 2.0}),

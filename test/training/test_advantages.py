@@ -15,7 +15,7 @@ from trainer.cli.train_ppo import parse
 from trainer.errors import UserError
 from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions
-from trainer.methods.rollout_facts import group_facts, score_notes
+from trainer.methods.rollout_facts import group_facts, rewards_of_turns, score_notes
 from trainer.runs.rl.rl_options import filtering_range
 
 numbers = st.floats(-3, 3, allow_nan=False)
@@ -340,3 +340,33 @@ def test_scores_and_a_teacher_on_200_random_and_extreme_rollouts(estimator):
                 for t in range(5)
             ]
             assert found[row].tolist() == pytest.approx(own, rel=1e-6, abs=1e-6)
+
+
+def test_turns_have_rewards_of_their_own():
+    """On 200 batches of episodes: rewards at the ends of turns, then equation 16 of Schulman et al. 2016 and Williams 1992."""
+    generator = torch.Generator().manual_seed(3)
+    for number in range(200):
+        turns = [torch.randint(1, 5, (n,), generator=generator).tolist() for n in (1, 3, 2)]
+        mask, scale = adv.rows_mask([sum(lengths) for lengths in turns]), (1.0, 1e3, 0.0)[number % 3]
+        own = [
+            (scale * torch.randn(len(lengths), generator=generator, dtype=torch.float64)).tolist() for lengths in turns
+        ]
+        spans = [[[sum(n[:k]), sum(n[: k + 1])] for k in range(len(n))] for n in turns]
+        samples = [SimpleNamespace(turns=s, turn_rewards=r) for s, r in zip(spans, own)]
+        part = SimpleNamespace(samples=samples, width=mask.shape[1])
+        values = adv.to_rows(torch.randn(int(mask.sum()), generator=generator, dtype=torch.float64), mask)
+        found = {}
+        for kind in (adv.AdvantageOptions("gae", 1, 0.9, 0.8), adv.AdvantageOptions("reinforce", 1, 0.9)):
+            scores = torch.tensor([sum(rewards) for rewards in own], dtype=torch.float64)
+            _, found[kind.estimator] = adv.estimate_advantages(
+                kind, scores, mask, values=values, of_turns=rewards_of_turns(part)
+            )
+        for row, (lengths, rewards) in enumerate(zip(turns, own)):
+            at = [r for n, reward in zip(lengths, rewards) for r in [0.0] * (n - 1) + [reward]]
+            v = [*values[row, : len(at)].tolist(), 0.0]
+            deltas = [at[t] + 0.9 * v[t + 1] - v[t] for t in range(len(at))]
+            for t in range(len(at)):
+                expected = sum((0.9 * 0.8) ** (k - t) * deltas[k] for k in range(t, len(at))) + v[t]
+                assert found["gae"][row, t].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+                expected = sum(0.9 ** (k - t) * at[k] for k in range(t, len(at)))
+                assert found["reinforce"][row, t].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)

@@ -48,7 +48,7 @@ EFFECTS: dict[str, str] = {
         max_staleness partial_rollouts top_p top_k min_p stop routing_replay rollouts_from dynamic_filtering
         dynamic_filtering_range reward_range judge_model judge_mode judge_range judge_args reward_weights reward_clip_range normalize_reward overlong_buffer_len
         overlong_penalty_factor env_max_turns env_last_turn_text env_answer_max_len env_long_answers env_args env_key
-        advantage_estimator gamma lambd policy_lambd policy_lambd_alpha positive_nll_coef no_advantage_std_norm advantage_batch_std
+        advantage_estimator turn_rewards gamma lambd policy_lambd policy_lambd_alpha positive_nll_coef no_advantage_std_norm advantage_batch_std
         policy_loss sapo_temperatures cov_share cov_range kl_cov_coef loss_agg mask_truncated eps_clip eps_clip_high dual_clip bypass_mode tis_cap tis_level tis_mask
         tis_floor tis_mask_range tis_mask_level rejected_tokens off_policy_mask_threshold top_entropy_quantile rollout_kl_max rollout_kl_estimator ema_beta entropy_loss_coef entropy_target entropy_coef_delta entropy_coef_max init_kl_coef use_kl_loss kl_unbiased kl_in_score
         kl_estimator kl_target kl_horizon value_clip freezing_actor_steps""",

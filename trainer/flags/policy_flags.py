@@ -113,6 +113,10 @@ class AdvantageArguments:
     positive_nll_coef: float = arg(
         0.0, "weight in the loss of the mean -log p of the tokens of right responses", type="NonNegativeFloat"
     )
+    turn_rewards: bool = arg(
+        False,
+        "with --env: each turn has its own reward, at its last token, instead of the sum of all at the last token of the episode",
+    )
     entropy_loss_coef: float = arg(0.0, "weight of an entropy bonus in the loss", type="NonNegativeFloat")
     entropy_target: Optional[float] = arg(
         None,

@@ -102,6 +102,12 @@ ADVANTAGE_RULES = (
     Rule("normalize_reward reward_clip_range kl_in_score overlong_buffer_len no_advantage_std_norm dynamic_filtering",
          lambda f: f.advantage_estimator == "gdpo", "with --advantage_estimator gdpo",
          "it normalises the scores of each function, and does not use their sum", ONE),
+    Rule("turn_rewards", lambda f: not f.env, "without --env", "only episodes have several turns", "Add --env, or remove the flag."),
+    Rule("turn_rewards", lambda f: f.advantage_estimator not in ("gae", "reinforce"),
+         "with --advantage_estimator {advantage_estimator}", "it compares the scores of whole episodes",
+         "Take gae or reinforce, or remove the flag."),
+    Rule("normalize_reward reward_clip_range kl_in_score overlong_buffer_len", lambda f: f.turn_rewards,
+         "with --turn_rewards", "it changes the score of an episode, and each turn has its own reward", ONE),
     Rule("gamma", lambda f: f.advantage_estimator == "distill", "with --advantage_estimator distill",
          "later tokens do not count", REMOVE),
 )

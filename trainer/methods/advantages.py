@@ -185,11 +185,21 @@ def range_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 # --- rewards and advantages of tokens
 
 
-def token_rewards(scores: torch.Tensor, mask: torch.Tensor, penalty: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """Rewards (n, T): minus `penalty` at every token, plus the score at the last (Ouyang et al. 2022, equation 2)."""
-    last = mask.sum(1) - 1
-    rewards = torch.zeros(mask.shape, dtype=scores.dtype)
-    rewards[torch.arange(len(scores)), last] = scores
+def token_rewards(
+    scores: torch.Tensor,
+    mask: torch.Tensor,
+    penalty: Optional[torch.Tensor] = None,
+    of_turns: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """Rewards (n, T): minus `penalty` at every token, plus the score at the last (Ouyang et al. 2022, equation 2).
+
+    `of_turns` (n, T) take the place of the scores: the reward of each turn, at its last token.
+    """
+    if of_turns is None:
+        rewards = torch.zeros(mask.shape, dtype=scores.dtype)
+        rewards[torch.arange(len(scores)), mask.sum(1) - 1] = scores
+    else:
+        rewards = of_turns * mask
     return rewards if penalty is None else rewards - penalty * mask
 
 
@@ -272,6 +282,7 @@ def estimate_advantages(
     values: Optional[torch.Tensor] = None,
     places: Sequence[int] | slice = slice(None),
     total: Callable = total_of_rows,
+    of_turns: Optional[torch.Tensor] = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(advantages, returns), both (n, T), from the scores of the whole rollout. The n rows are at `places` in it.
 
@@ -279,7 +290,8 @@ def estimate_advantages(
     them. For gae, reinforce and reinforce_baseline, advantages are whitened over the whole rollout by `total`. For gdpo,
     `scores` are those of `normalized_apart`. With a teacher, the advantage of a token is that of its scores minus its penalty,
     which is then log policy - log teacher (Lu and Thinking Machines Lab 2025, On-policy distillation). For distill, scores do
-    not count. The tokens of a sample with a score of NaN count nowhere, and have the advantage 0.
+    not count. `of_turns`, only for gae and reinforce: see `token_rewards`. The tokens of a sample with a score of NaN count
+    nowhere, and have the advantage 0.
     """
     mask = mask & ~scores.isnan()[places][:, None]
     of_teacher = -penalty * mask if options.has_teacher else 0.0
@@ -287,7 +299,7 @@ def estimate_advantages(
         return of_teacher, of_teacher
     kind = options.estimator, options.group_size, options.divide_by_std, options.batch_std
     shaped = compare_in_groups(scores, *kind)[places].nan_to_num()
-    rewards = token_rewards(shaped, mask, None if options.has_teacher else penalty)
+    rewards = token_rewards(shaped, mask, None if options.has_teacher else penalty, of_turns)
     if options.estimator == "gae":
         advantages, returns = gae(rewards, values, mask, options.gamma, options.lambd)
         own = options.policy_lambd, options.policy_lambd_alpha

@@ -37,6 +37,7 @@ from trainer.methods.rollout_facts import (
     log_prob_facts,
     means_over_tokens,
     rewards_by_group,
+    rewards_of_turns,
     rollout_log_probs_of,
     sample_facts,
     score_notes,
@@ -269,9 +270,9 @@ def add_advantages(
     scores = shaped_scores(samples, state, options)
     if options.kl_in_score:
         scores, penalty = scores - part.share(penalty.sum(1)), None
-    advantages, returns = adv.estimate_advantages(
-        options.advantages, scores, mask, penalty, values, part.places, total=lambda sums: part.share(sums).sum()
-    )
+    total, of_turns = lambda sums: part.share(sums).sum(), rewards_of_turns(part) if options.turn_rewards else None
+    of_tokens = (mask, penalty, values, part.places)
+    advantages, returns = adv.estimate_advantages(options.advantages, scores, *of_tokens, total, of_turns)
     flat["advantages"] = advantages[mask]
     spread(batches, "advantages", flat["advantages"])
     spread(batches, "returns", returns[mask])

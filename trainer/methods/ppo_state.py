@@ -53,6 +53,7 @@ class PPOOptions:
     overlong_penalty_factor: float = 1.0
     filtering_range: Optional[tuple[float, float]] = None  # of mean scores, for dynamic filtering
     reward_range: Optional[tuple[float, float]] = None  # scores of a wrong and of a right response; None: not told
+    turn_rewards: bool = False  # each turn of an episode has its own reward; else their sum is at the last token
     rewards_apart: tuple[tuple[str, float], ...] = ()  # gdpo: the name and weight of each reward
     max_logprob_diff: float = math.inf  # between engine and training, in the mean of a rollout; more end the run
     num_episodes: Optional[int] = None  # dynamic filtering ends after this number of passes over the prompts

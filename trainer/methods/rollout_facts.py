@@ -3,6 +3,7 @@
 Every rank knows the scores and sizes of all samples. Flat vectors have the tokens that this rank trains.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -42,6 +43,16 @@ def sums_of_samples(part: Part, **flat: torch.Tensor) -> dict[str, torch.Tensor]
     mask = adv.rows_mask(part.lengths, part.width)
     shared = part.share(torch.stack([adv.to_rows(values, mask).sum(1) for values in flat.values()], 1))
     return dict(zip(flat, shared.T.contiguous() * part.counted))
+
+
+def rewards_of_turns(part: Part) -> torch.Tensor:
+    """(own samples, width), fp64: the reward of each turn, at the last token that the model generated in it."""
+    rewards = torch.zeros(len(part.samples), part.width, dtype=torch.float64)
+    for row, sample in zip(rewards, part.samples):
+        ends = itertools.accumulate(end - start for start, end in sample.turns)
+        for end, reward in zip(ends, sample.turn_rewards, strict=True):
+            row[end - 1] += reward
+    return rewards
 
 
 def means_over_tokens(part: Part, **flat: torch.Tensor) -> dict[str, float]:

@@ -38,7 +38,7 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
     if sample.kept_ids:
         row["kept_ids"] = sample.kept_ids
     if sample.turns:
-        row["turns"] = sample.turns
+        row |= {"turns": sample.turns, "turn_rewards": sample.turn_rewards}
     if sample.versions:
         row["version"] = sample.version
     if len(sample.versions) > 1:
@@ -59,6 +59,7 @@ def sample_of(row: dict) -> Sample:
         "end": str(row.get("end", "")),
         "kept_ids": sets,
         "turns": turns,
+        "turn_rewards": list(map(float, row.get("turn_rewards", []))),
         "versions": versions,
         "experts": experts,
     }
@@ -70,6 +71,10 @@ def sample_of(row: dict) -> Sample:
         raise ValueError("a response without tokens, or without a log-prob for each token")
     if not all(token in ids for token, ids in zip(tokens, sets or [[token] for token in tokens], strict=True)):
         raise ValueError("a token that is not in the set that it was sampled from")
+    if sample.turn_rewards and not (
+        len(sample.turn_rewards) == len(turns) and all(map(math.isfinite, sample.turn_rewards))
+    ):
+        raise ValueError("rewards of turns that are not finite, or of another number of turns")
     if experts is not None and len(experts) >= sample.size().tokens:
         raise ValueError("experts of more tokens than there are")
     return sample

@@ -47,6 +47,8 @@ class Sample:
     columns: dict = field(default_factory=dict)
     # --env: [start, end) in response_ids of each turn of the model; the environment wrote the other tokens
     turns: list[list[int]] = field(default_factory=list)
+    # --env: the reward of each turn; the score is their sum
+    turn_rewards: list[float] = field(default_factory=list)
     # --max_staleness: [start, version] in response_ids; from `start` on, this version of the policy generated the tokens
     versions: list[list[int]] = field(default_factory=list)
     # --routing_replay: the experts of each token of prompt and response except the last, (tokens, layers, k), int16

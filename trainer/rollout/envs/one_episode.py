@@ -63,7 +63,7 @@ class Episode:
     kept_ids: list[list[int]] = field(default_factory=list)
     turns: list[list[int]] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
-    score: float = 0.0
+    rewards: list[float] = field(default_factory=list)  # of the turns
     end: str = ""  # one of ENDS
     over: bool = False  # it has ended or failed
     metrics: dict[str, float] = field(default_factory=dict)
@@ -87,7 +87,8 @@ class Episode:
         return self.response
 
     def go_on(self, went: Went) -> None:
-        self.score, self.end, self.over = self.score + went.reward, went.end, not went.next_ids
+        self.end, self.over = went.end, not went.next_ids
+        self.rewards.append(went.reward)
         self.ids += went.next_ids
         self.metrics, self.failed = went.metrics, went.failed
 
@@ -105,10 +106,11 @@ class Episode:
             log_probs=[0.0] if is_empty else self.log_probs,
             finished=self.end == DONE,
             label=self.prompt["label"],
-            score=math.nan if self.failed else self.score,
+            score=math.nan if self.failed else sum(self.rewards),
             metrics=self.metrics,
             kept_ids=[[stop]] if is_empty and sampling.gives_sets else self.kept_ids,
             turns=[[0, 1]] if is_empty else self.turns,
+            turn_rewards=[0.0] if is_empty else self.rewards,
             versions=self.versions,
             failed=self.failed,
             end=self.end,

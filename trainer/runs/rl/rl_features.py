@@ -74,6 +74,9 @@ def read_frozen(run) -> None:
         if args.rollout.routing_replay and sample.experts is None:
             found = f"{args.rollout.rollouts_from} was made without it"
             raise UserError("--routing_replay", found, "rollouts with it, or leave it out")
+    if args.advantage.turn_rewards and any(len(s.turns) != len(s.turn_rewards) for each in frozen for s in each):
+        found = f"{args.rollout.rollouts_from} lacks the rewards of turns"
+        raise UserError("--turn_rewards", found, "rollouts with --env of this version, or leave it out")
     odd = next((len(samples) for samples in frozen if len(samples) % size), None)
     if odd is not None:
         found = f"{size} with a rollout of {odd} samples in {args.rollout.rollouts_from}"

@@ -19,7 +19,7 @@ from trainer.rollout.rewards.reward_functions import short_name
 # flags that are options of the algorithm as they are
 SAME_NAMES = """seed bypass_mode cov_share kl_estimator kl_in_score kl_target kl_horizon top_entropy_quantile tis_cap tis_level tis_floor rollout_kl_max
     rollout_kl_estimator normalize_reward overlong_buffer_len overlong_penalty_factor freezing_actor_steps positive_nll_coef
-    entropy_target entropy_coef_delta entropy_coef_max"""
+    turn_rewards entropy_target entropy_coef_delta entropy_coef_max"""
 
 
 def reference_is_base(args: PPOArguments) -> bool:
