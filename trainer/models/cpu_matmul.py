@@ -10,6 +10,7 @@ import warnings
 
 import torch
 
+from trainer.distributed.processor import is_made_by
 from trainer.errors import UserError
 
 # Settings of oneDNN and of torch: the number of products whose code is kept, 1024 by default. Each one occupies some
@@ -39,7 +40,7 @@ def choose_cpu_matmul(choice: str) -> str:
     if choice == "onednn" and not is_there:
         raise UserError("--cpu_matmul", "onednn, but this build of torch does not contain it", "auto, mkl")
     is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    _in_use = choice == "onednn" or (choice == "auto" and is_there and is_avx512 and _is_amd())
+    _in_use = choice == "onednn" or (choice == "auto" and is_there and is_avx512 and is_made_by("AuthenticAMD"))
     if _in_use and not _kernels:
         _install()
     return chosen()
@@ -48,14 +49,6 @@ def choose_cpu_matmul(choice: str) -> str:
 def chosen() -> str:
     """The library in use for fp32 products: onednn or mkl."""
     return "onednn" if _in_use else "mkl"
-
-
-def _is_amd() -> bool:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return any(line.split() == ["vendor_id", ":", "AuthenticAMD"] for line in lines)
-    except OSError:  # not Linux
-        return False
 
 
 def _install() -> None:
