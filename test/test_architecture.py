@@ -184,6 +184,7 @@ def test_only_dates_come_from_the_clock_that_can_be_set():
     found = {name: clock.findall(path.read_text()) for name, path in modules().items()}
     assert {name for name, uses in found.items() if uses} == {
         "trainer.checkpoints.checkpoint_store",  # `written_at`: order only among checkpoints of older versions
+        "trainer.datasets.files.stream_rows",  # when a file was written, which a resume tells
         "trainer.entry",  # the form of torchrun's file
         "trainer.reports.live_view",  # the first look at a file
         "trainer.rollout.timeline",  # when a span begins, which ranks share
