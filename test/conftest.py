@@ -5,6 +5,8 @@ import os
 import pytest
 from launch import SHARED
 
+from trainer import limits
+
 
 @pytest.fixture(scope="session")
 def shared_data():
@@ -14,3 +16,9 @@ def shared_data():
             pytest.fail(f"{SHARED} is absent in CI")
         pytest.skip(f"no real data at {SHARED}")
     return SHARED
+
+
+@pytest.fixture(autouse=True)
+def own_limits(monkeypatch):
+    """--limits of one test are not those of the next one in this process."""
+    monkeypatch.setattr(limits, "_raised", dict(limits._raised))

@@ -58,13 +58,15 @@ def limit(name: str) -> int:
 
 
 def raise_limits(settings: Iterable[str]) -> None:
-    """Read the values of --limits, such as pixels=400000000. Raises UserError for an unknown name or no number."""
+    """Read the values of --limits, such as pixels=400000000. Raises UserError for an unknown name or no number, and changes none."""
+    found = {}
     for setting in settings:
         name, _, value = setting.partition("=")
         if name not in DEFAULTS or not value.isdecimal() or not int(value):
             allowed = ", ".join(f"{key}={default}" for key, (default, _) in DEFAULTS.items())
             raise UserError("--limits", setting, f"NAME=NUMBER of {allowed}")
-        _raised[name] = int(value)
+        found[name] = int(value)
+    _raised.update(found)
 
 
 def raised() -> list[str]:

@@ -269,7 +269,8 @@ def test_limits_are_raised_by_name():
     assert (limits.limit("pixels"), limits.limit("columns")) == (5, 7)
     for wrong in ("pixel=5", "pixels", "pixels=", "pixels=-1", "pixels=0", "pixels=1e9", "=1"):
         with pytest.raises(UserError, match=f"--limits: {wrong} "):
-            limits.raise_limits([wrong])
+            limits.raise_limits(["values=5", wrong])
+    assert limits.limit("values") == limits.DEFAULTS["values"][0], "a refusal changes none"
 
 
 def test_bombs_take_little_memory(tmp_path):
