@@ -14,6 +14,8 @@ import time
 import uuid
 from pathlib import Path
 
+from trainer.distributed.processor import fixed_kernels
+
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 SHORT_ROLLOUTS = ["--prompt_max_len", "64", "--generate_max_len", "8", "--rollout_batch_size", "4"]
@@ -21,8 +23,7 @@ SHORT_ROLLOUTS = ["--prompt_max_len", "64", "--generate_max_len", "8", "--rollou
 
 def _environment(**env: str) -> dict[str, str]:
     """MKL_CBWR is what --exact asks for. It must be there before the first product of a process that has several runs."""
-    kernels = "AUTO,STRICT" if "GenuineIntel" in Path("/proc/cpuinfo").read_text() else "AUTO"
-    fixed = {"OMP_NUM_THREADS": "1", "MKL_CBWR": kernels, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    fixed = {"OMP_NUM_THREADS": "1", "MKL_CBWR": fixed_kernels(), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     return {**os.environ, **fixed, **env}
 
 

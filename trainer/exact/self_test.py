@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.distributed.collectives import gather_objects
-from trainer.distributed.processor import is_made_by
+from trainer.distributed.processor import fixed_kernels
 from trainer.errors import UserError
 from trainer.exact.block_attention import block_attention
 from trainer.exact.exact_products import ROWS
@@ -34,13 +34,8 @@ def ask_for_fixed_kernels() -> None:
     processors, only its strict mode gives a row the same bits at any number of rows. With two threads, MKL splits rows at
     other places for other numbers of rows, and some small products get other bits.
     """
-    os.environ.setdefault("MKL_CBWR", wanted_kernels())
+    os.environ.setdefault("MKL_CBWR", fixed_kernels())
     torch.set_num_threads(1)
-
-
-def wanted_kernels() -> str:
-    """The value of MKL_CBWR. Strict mode is for Intel's processors only."""
-    return "AUTO,STRICT" if is_made_by("GenuineIntel") else "AUTO"
 
 
 def self_test(splits_rows: bool = False, decodes: bool = False, library: str = "mkl") -> None:
@@ -65,7 +60,7 @@ def _if_moved(library: str) -> str:
     kernels = os.environ.get("MKL_CBWR")
     if library == "onednn":
         return "Take --cpu_matmul mkl."
-    return "Remove the flag." if kernels == wanted_kernels() else f"Unset MKL_CBWR, which is {kernels}."
+    return "Remove the flag." if kernels == fixed_kernels() else f"Unset MKL_CBWR, which is {kernels}."
 
 
 def _compare(plain: dict[str, str], other: dict[str, str], how: str, instead: str) -> None:
