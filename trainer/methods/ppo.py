@@ -270,9 +270,10 @@ def add_advantages(
     scores = shaped_scores(samples, state, options)
     if options.kl_in_score:
         scores, penalty = scores - part.share(penalty.sum(1)), None
-    total, of_turns = lambda sums: part.share(sums).sum(), rewards_of_turns(part) if options.turn_rewards else None
-    of_tokens = (mask, penalty, values, part.places)
-    advantages, returns = adv.estimate_advantages(options.advantages, scores, *of_tokens, total, of_turns)
+    advantages, returns = adv.estimate_advantages(
+        options.advantages, scores, mask, penalty, values, part.places, total=lambda sums: part.share(sums).sum(),
+        of_turns=rewards_of_turns(part) if options.turn_rewards else None,
+    )  # fmt: skip
     flat["advantages"] = advantages[mask]
     spread(batches, "advantages", flat["advantages"])
     spread(batches, "returns", returns[mask])
