@@ -22,6 +22,7 @@ from trainer.errors import without_secrets
 from trainer.flags.parse_flags import flat
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS
+from trainer.metrics import counted
 from trainer.model_folders.adapter_folder import is_adapter, read_adapter
 from trainer.model_folders.model_folder import read_config
 from trainer.models.cpu_matmul import chosen
@@ -93,9 +94,7 @@ def stream_facts(run, known) -> dict[str, Any]:
     """Facts of streamed files. Says so if a resume cannot compare all of their bytes."""
     facts = contents_of_files(known.dataset, known.dataset_split)
     if count := facts.pop("not_compared"):
-        found = (
-            f"of {count} file{'s' * (count > 1)}, a resume compares the name, the size, and parts where they are here"
-        )
+        found = f"of {counted(count, 'file')}, a resume compares the name, the size, and parts where they are here"
         run.setup.strategy.print(f"--streaming: {found}. It cannot know another order of rows in between")
     return facts
 

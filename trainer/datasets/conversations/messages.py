@@ -189,12 +189,11 @@ def _text(content: Any, where: str, notes: Notes, has_calls: bool) -> str:
     if content is None and has_calls:
         return ""  # only a tool call: templates differ on a missing content, but all accept ""
     if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
-        other = next((part.get("type") for part in content if not isinstance(part.get("text"), str)), None)
+        part = next((part for part in content if not isinstance(part.get("text"), str)), {})
+        other = part.get("type")
         if other is not None:
             found = f"a part of type {other!r}"
-            found += f" without a text, {_outline(next(p for p in content if not isinstance(p.get('text'), str)))}" * (
-                other in TEXT_PARTS
-            )
+            found += f" without a text, {_outline(part)}" if other in TEXT_PARTS else ""
             raise UserError(where, found, "text; or image, in rows with a column images")
         if all(part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str) for part in content):
             return "".join(text_of_part(part, where, notes) for part in content)
