@@ -64,7 +64,9 @@ def test_a_gpu_takes_tiles_for_matrices_and_for_batches_of_them(monkeypatch):
             return left.as_subclass(torch.Tensor) @ right.as_subclass(torch.Tensor)
 
     monkeypatch.setattr(fixed_tiles, "TileProduct", Tiles)
-    left, right = torch.randn(3, 5), torch.randn(5, 4)
+    left, right = (
+        torch.randint(-9, 9, shape).float() for shape in ((3, 5), (5, 4))
+    )  # sums of integers have one result
     on_gpu = [tensor.as_subclass(OnGpu) for tensor in (left, right)]
     assert torch.equal(fixed_tiles.product(*on_gpu), left @ right)
     assert torch.equal(fixed_tiles.linear(on_gpu[0], on_gpu[1].T), left @ right)

@@ -54,7 +54,11 @@ def test_dropped_characters_are_named_once_with_the_number_of_their_rows():
         (tokenize_sft, SFT, [{"text": "café"}, {"text": "b"}]),
         (tokenize_sft, SFT, [{"prompt": "a", "completion": "x é b"}, {"prompt": "a", "completion": "b"}]),
         (tokenize_preference, PAIRS, [{"prompt": "a", "chosen": "b", "rejected": "cé d"}]),
-        (tokenize_unpaired, ANSWER, [{"prompt": "é a", "completion": "b", "label": True}]),
+        (
+            tokenize_unpaired,
+            ANSWER,
+            [{"prompt": "é a", "completion": "b", "label": True}, {"prompt": "a", "completion": "b", "label": False}],
+        ),
         (tokenize_prompts, {"input_key": "messages", "label_key": None}, [{"messages": talk("é")}]),
     ):
         assert warnings(tokenize, rows, tokenizer, **flags) == [named.format(1, "é")], rows

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from trainer import limits
 from trainer.errors import Failed, UserError
 from trainer.flags.rl_flags import ScoreArguments
-from trainer.limits import _raised
 from trainer.rollout.rewards.judge import (
     Cache,
     Judge,
@@ -156,16 +156,14 @@ def test_trouble_costs_its_sample_only(trouble, tmp_path):
     assert "\n" not in str(scores[1]) and costs["requests"] == [1.0, 3.0, 3.0] and len(requests) == 7
 
 
-def test_deadlines_sizes_redirects_and_refusals(tmp_path):
+def test_deadlines_sizes_redirects_and_refusals(tmp_path, monkeypatch):
     with server(seconds=0.5) as (url, _, _):
         [score], _ = judge(url, tmp_path, timeout=0.1, retries=0)(*asked("a"))
         assert "after 1 try: TimeoutError: no whole answer within 0.1 s" in str(score)
     with server(lambda _: (200, " " * (2 << 20))) as (url, _, _):
-        _raised["answer_mb"] = 1
-        try:
-            [score], _ = judge(url, tmp_path, retries=0)(*asked("a"))
-        finally:
-            del _raised["answer_mb"]
+        monkeypatch.setitem(limits._raised, "answer_mb", 1)
+        [score], _ = judge(url, tmp_path, retries=0)(*asked("a"))
+        monkeypatch.delitem(limits._raised, "answer_mb")
         assert "an answer of more than 1 MB" in str(score)
     with server(lambda _: (302, ""), headers={"Location": "http://127.0.0.1:1/"}) as (url, _, _):
         [score], _ = judge(url, tmp_path, retries=0)(*asked("a"))
