@@ -1,6 +1,7 @@
 """What ends a turn is one set of tokens: generation stops there, and rewards read the tokens that train_rm trained."""
 
 import json
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -10,7 +11,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from trainer.datasets.conversations.rendering import render
 from trainer.datasets.conversations.templates import render_prompt
-from trainer.datasets.conversations.turn_ends import as_trained, stop_ids, turn_ends
+from trainer.datasets.conversations.turn_ends import ENDS_WITH_EOS, as_trained, scored_ends, stop_ids, turn_ends
 from trainer.datasets.samples.parts import Part
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.prompts import tokenize_prompts
@@ -19,8 +20,10 @@ from trainer.datasets.samples.unpaired import tokenize_unpaired
 from trainer.errors import UserError
 from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.preference_flags import DPOArguments, RMArguments
+from trainer.models.model_loading import load_tokenizer
 from trainer.rollout.rewards.model_scorer import ModelScorer
 from trainer.rollout.scoring import response_text
+from trainer.runs.reward_model_runs import make_loss
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="real tokenizers absent: ../shared/data")
 ASK = [{"role": "user", "content": "1 + 1?"}]
@@ -41,12 +44,14 @@ PAIRS = {  # (eos, end of a turn): the tokenizer, and the token that ends a turn
 }
 
 
-def pairs_of(tokenizer, rows, **options):
+def pairs_of(tokenizer, rows, with_ledger=False, **options):
     """The pairs of train_rm."""
     options = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected", "margin_key": None} | options
     options |= {"input_template": None, "apply_chat_template": False, "max_len": 200, "flag": "--dataset"}
     options = {"scored": True} | options
-    return tokenize_preference(datasets.Dataset.from_list(rows), tokenizer, **options)[0]
+    return tokenize_preference(datasets.Dataset.from_list(rows), tokenizer, **options)[
+        slice(None) if with_ledger else 0
+    ]
 
 
 def classifier(tokenizer, folder):
@@ -147,7 +152,76 @@ def test_answers_to_rendered_prompts_are_trained_to_end(name, tmp_path):
         assert last == (ends.end if ends.closes else tokenizer.eos_token_id), (end, last)
         assert pair["chosen_ids"].count(last) == text.count(tokenizer.convert_ids_to_tokens(last)) + 1
         trained = pairs_of(tokenizer, [row], prompt_key=None)[0]["chosen_ids"]
-        assert trained == (pair["chosen_ids"] if ends.closes else pair["chosen_ids"][:-1]), "as rewards read it"
+        assert trained == (pair["chosen_ids"] if ends.closes or end else pair["chosen_ids"][:-1]), "eos adds no text"
+
+
+NO_END = "endoftext, the next role"
+SPELLED = [(name, kind) for name in PAIRS for kind in ("text", "whole")]
+
+
+@pytest.mark.parametrize("name, kind", [*SPELLED, (NO_END, "chat")])
+def test_rewards_read_the_eos_that_train_rm_was_given(name, kind, tmp_path):
+    """An answer that spells out eos: train_rm keeps one end, and serve_rm, train_ppo and --online score the same tokens."""
+    tokenizer = PAIRS[name][0]()
+    ends, stops, eos = turn_ends(tokenizer), stop_ids(tokenizer, str(tmp_path)), tokenizer.eos_token
+    text = render(tokenizer, ASK, tokenize=False, add_generation_prompt=True)
+    tokenizer.reads_control_tokens = True
+    row = {"chosen": f"ok{eos}", "rejected": f"so so{eos}\n"}
+    row = {side: text + answer for side, answer in row.items()} if kind == "whole" else row | {"prompt": text}
+    if kind == "chat":
+        row = {side: [{"role": "assistant", "content": row[side].strip()}] for side in ("chosen", "rejected")}
+        row["prompt"] = ASK
+    pairs, ledger = pairs_of(tokenizer, [row], prompt_key=None, with_ledger=True)
+    assert ledger.counts.get("num_ended_by_eos", 0) == (0 if ends.closes else 2)
+    model = classifier(tokenizer, tmp_path)
+    if not ends.closes:
+        tokenizer.init_kwargs[ENDS_WITH_EOS] = True
+        tokenizer.save_pretrained(tmp_path)
+    server = ModelScorer(str(tmp_path), dtype=torch.float32, device="cpu")
+    read = scored_ends(server.tokenizer)
+    prompt_ids = render_prompt(tokenizer, ASK) if kind == "chat" else tokenizer(text)["input_ids"]
+    for side, answer in (("chosen", "ok"), ("rejected", "so so")):
+        trained = pairs[0][f"{side}_ids"]
+        expected = model(torch.tensor([trained])).logits[0, 0].item()
+        assert trained.count(tokenizer.eos_token_id) == prompt_ids.count(tokenizer.eos_token_id) + (
+            1 if not ends.closes else (*ends.before, ends.end, *ends.after).count(tokenizer.eos_token_id)
+        )
+        text_ids = trained[len(prompt_ids) : len(trained) - len(read.after) - 1]
+        for stop in {ends.end, tokenizer.eos_token_id}:
+            assert prompt_ids + as_trained(prompt_ids, [*text_ids, stop], read, stops, None) == trained
+        assert as_trained(prompt_ids, text_ids, read, stops, None) == text_ids, "a cut response"
+        for shown in (answer, answer + eos, answer + read.closing_text):  # a client may send the text of the end too
+            assert server.input_ids(tokenizer.decode(prompt_ids), shown) == trained
+            assert server.score([tokenizer.decode(prompt_ids)], [shown]) == pytest.approx([expected], abs=1e-5)
+
+
+def test_the_tokenizer_of_a_reward_model_says_how_answers_end(tmp_path):
+    """Also that they no longer do, if a reward model is trained further."""
+    tokenizer = PAIRS[NO_END][0]()
+    run = SimpleNamespace(model=classifier(tokenizer, tmp_path), ledger=SimpleNamespace(counts={}))
+    run.setup = SimpleNamespace(tokenizer=tokenizer, sp_group=None)
+    run.args = parse_arguments(RMArguments, "train_rm", ["--pretrain", "x", "--dataset", "y"])
+    for counts, expected in (({}, None), ({"num_ended_by_eos": 2}, True), ({}, False)):
+        run.ledger.counts = counts
+        make_loss(run)
+        tokenizer.save_pretrained(tmp_path)
+        loaded = load_tokenizer(str(tmp_path), False)
+        assert loaded.init_kwargs.get(ENDS_WITH_EOS) is expected
+        assert scored_ends(loaded).closes is bool(expected)
+
+
+def test_answers_of_which_some_spell_out_eos_are_refused_where_nothing_else_ends_them():
+    tokenizer = PAIRS[NO_END][0]()
+    text = render(tokenizer, ASK, tokenize=False, add_generation_prompt=True)
+    tokenizer.reads_control_tokens = True
+    rows = [{"prompt": text, "chosen": f"{i}<|endoftext|>", "rejected": "so<|endoftext|>"} for i in range(3)]
+    rows[1]["rejected"] = "so"
+    found = r"--dataset row 2: 5 of 6 answers spell out eos, and the chat template ends none \(allowed: all"
+    with pytest.raises(UserError, match=found):
+        pairs_of(tokenizer, rows, prompt_key=None)
+    rows[1]["rejected"] = "so " * 300  # cut: its end is not seen
+    assert len(pairs_of(tokenizer, rows, prompt_key=None)) == 3
+    assert len(pairs_of(tokenizer, rows, prompt_key=None, scored=False)) == 3, "train_dpo adds eos"
 
 
 @pytest.mark.parametrize("make", [lambda: bpe("<|endoftext|>", template("<|im_end|>")), lambda: stories(None)])

@@ -2,6 +2,8 @@
 
 import os
 
+from trainer.datasets.conversations.turn_ends import ENDS_WITH_EOS
+from trainer.datasets.samples.preference import ENDED
 from trainer.distributed.collectives import rank_0_alone
 from trainer.flags.names.loss_names import check_names_in
 from trainer.methods.rm import evaluation_scores, make_reward_loss
@@ -20,8 +22,11 @@ def initial_folder(run) -> str:
 
 
 def make_loss(run):
-    """The reward loss, of a model that returns a score for each token."""
+    """The reward loss, of a model that returns a score for each token. The tokenizer notes how answers end."""
     flags = run.args.reward
+    kept, num_ended = run.setup.tokenizer.init_kwargs, run.ledger.counts.get(ENDED)
+    if num_ended or ENDS_WITH_EOS in kept:  # saved with the model, for those who score with it
+        kept[ENDS_WITH_EOS] = bool(num_ended)
     return_token_scores(run.model, flags.compute_fp32_loss)
     check_names_in(REWARD_LOSSES, "--loss", [flags.loss])
     return make_reward_loss(flags.loss, run.setup.sp_group, flags.center_rewards_coef)

@@ -19,7 +19,7 @@ from trainer.datasets.conversations.control_tokens import (
 from trainer.datasets.conversations.turn_ends import TurnEnds
 
 # Raise this number if the same rows and options would give other tokens: an older cache file must not be used.
-TOKENIZER_VERSION = 17
+TOKENIZER_VERSION = 18
 NO_TURN = TurnEnds()
 TURN_IS_OPEN = "answers to prompts that open a turn of the assistant end as the chat template ends it"
 SET_BY_FLAGS = ("template_args", "reads_control_tokens")  # attributes of a tokenizer; see `prepare_tokenizer`
@@ -124,11 +124,9 @@ def _framed(tokenizer: Any, prompt: str, input_template: str | None) -> str:
 
 def _closed(tokenizer: Any, text: str, ends: TurnEnds) -> str:
     """A text that ends with an answer, with the template's end. An end or eos that stands there is enough."""
-    closing = ends.closing_text
-    for end in (closing.rstrip(), closing.strip(), tokenizer.eos_token):
-        if end and text.rstrip().endswith(end):
-            return text.rstrip().removesuffix(end) + closing
-    return text + closing
+    if not ends.closes and text.rstrip().endswith(tokenizer.eos_token):
+        return text.rstrip()  # nothing takes the place of its eos
+    return ends.without_end(text, tokenizer.eos_token) + ends.closing_text
 
 
 def _with_eos(tokenizer: Any, input_ids: list[int], start: int = 0) -> list[int]:

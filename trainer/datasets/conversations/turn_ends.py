@@ -1,7 +1,7 @@
 """What ends a turn of the model and a response: the one place that knows these tokens."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -12,6 +12,7 @@ from trainer.datasets.conversations.rendering import probed, render
 from trainer.datasets.conversations.turns import MARK
 from trainer.errors import UserError
 
+ENDS_WITH_EOS = "answers_end_with_eos"  # in tokenizer_config.json of a reward model, see `scored_ends`
 QUESTION = {"role": "user", "content": "x"}
 
 
@@ -45,6 +46,13 @@ class TurnEnds:
             return [*response_ids, *self.before]
         has_before = bool(self.before) and tuple(response_ids[-len(self.before) :]) == self.before
         return [*response_ids, *(() if has_before else self.before), self.end, *self.after]
+
+    def without_end(self, text: str, eos: str | None) -> str:
+        """A text without the template's end, or the eos, that it spells out."""
+        for end in (self.closing_text.rstrip(), self.closing_text.strip(), eos):
+            if end and text.rstrip().endswith(end):
+                return text.rstrip().removesuffix(end)
+        return text
 
     def closed_text(self, response: str) -> str:
         """The text of a finished response with the template's end."""
@@ -122,10 +130,22 @@ def turn_ends(tokenizer: Any) -> TurnEnds:
 def trained_ends(tokenizer: Any) -> TurnEnds:
     """`turn_ends` for answers that are trained to end. Where the template has no end (GLM), only eos can: then it is empty.
 
-    Scores are of texts without that eos: a reward model also reads conversations, which end as the template ends them.
+    A reward model adds no such eos: it also reads conversations, which end as the template ends them.
     """
     ends = turn_ends(tokenizer)
     return ends if ends.closes else TurnEnds()
+
+
+def scored_ends(tokenizer: Any) -> TurnEnds:
+    """`turn_ends` as the reward model of this tokenizer reads answers.
+
+    Where the template has no end (GLM), the answers that it was trained on may have spelled out eos. Then each has one.
+    """
+    ends = turn_ends(tokenizer)
+    if ends.closes or not tokenizer.init_kwargs.get(ENDS_WITH_EOS):
+        return ends
+    closing = {"end": tokenizer.eos_token_id, "closing_text": tokenizer.eos_token, "closes": True}
+    return replace(ends, before=(), before_text="", **closing)
 
 
 def stop_ids(tokenizer: Any, folder: str) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ from trainer.datasets.shapes.row_refusals import refuse_other_sets
 from trainer.datasets.shapes.spellings import with_known_names
 from trainer.errors import UserError
 
+ENDED = "num_ended_by_eos"  # a count of the ledger, if it is not 0
 SENTENCE = (
     "{num_rows} rows: {num_samples} pairs, excluded {num_identical} with identical answers, "
     "{num_empty} with an empty one and {num_cut_away} cut away by --max_len; "
@@ -83,7 +84,27 @@ def tokenize_preference(
     sentence = SENTENCE if scored else SENTENCE + STOPS_SENTENCE
     totals |= {} if scored else {STOPS: "stop_trained"}
     limits = {"max_len": max_len, "allow_no_stop": allow_no_stop or part.is_evaluation}
-    return keep_answers(part.of(pairs), "pair", sentence, fates, totals, flag=flag, **limits)
+    pairs = part.of(pairs)
+    samples, ledger = keep_answers(pairs, "pair", sentence, fates, totals, flag=flag, **limits)
+    if scored and (num_ended := _num_ended(pairs, flag)):
+        ledger.counts[ENDED] = num_ended
+        ledger.lines.append(f"{num_ended} answers spell out eos, so scores are of answers with eos")
+    return samples.remove_columns("ended"), ledger
+
+
+def _num_ended(pairs: Dataset, flag: str) -> int:
+    """How many answers spell out eos where the chat template ends none. Raises UserError if others do not.
+
+    Scores of a policy's answers are with eos, or all without: see `scored_ends`.
+    """
+    facts = pairs.with_format("numpy").select_columns(["fate", "truncated", "ended", "row"])[:]
+    uncut = (facts["fate"] == KEPT) & ~facts["truncated"]
+    ended, rows = facts["ended"][uncut], facts["row"][uncut]
+    if 0 < ended.sum() < 2 * len(ended):
+        found = f"{ended.sum()} of {2 * len(ended)} answers spell out eos, and the chat template ends none"
+        odd = rows[ended < 2] if ended.sum() > len(ended) else rows[ended > 0]
+        raise UserError(f"{flag} row {odd[0] + 1}", found, "all answers with eos, or none")
+    return int(ended.sum())
 
 
 def pair_tokens(
@@ -153,7 +174,7 @@ def pair_tokens(
 def _features() -> Features:
     ids = {f"{side}_ids": List(Value("int32")) for side in SIDES}
     masks = {f"{side}_mask": List(Value("int8")) for side in SIDES}
-    numbers = {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row")}
+    numbers = {name: Value("int64") for name in ("num_tokens", "num_loss_tokens", "row", "ended")}
     others = {name: Value("string") for name in ("digest", "fate", NOTE)} | {"margin": Value("float64")}
     flags = {name: Value("bool") for name in ("truncated", "stop_trained", "control_tokens")}
     return Features({**ids, **masks, **numbers, **others, **flags})
@@ -180,6 +201,8 @@ def _tokenize_row(
         result["fate"] = CUT_AWAY
     result["truncated"] = any(len(ids) > options.max_len for ids in whole.values())
     result["stop_trained"] = trains_stop(tokenizer, result["chosen_ids"], result["chosen_mask"])
+    has_no_end = bool(options.ends.opening) and not options.ends.closes
+    result["ended"] = sum(has_no_end and ids[-1:] == [tokenizer.eos_token_id] for ids in whole.values())
     result["control_tokens"] = holds_controls(tokenizer, *row.texts())
     result["num_tokens"] = len(result["chosen_ids"]) + len(result["rejected_ids"])
     result[NOTE] = row.notes.as_text()

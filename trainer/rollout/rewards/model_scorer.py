@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from trainer.datasets.conversations.control_tokens import control_pattern, encode
-from trainer.datasets.conversations.turn_ends import turn_ends
+from trainer.datasets.conversations.turn_ends import scored_ends
 from trainer.datasets.samples.answers import scored_position
 from trainer.distributed.mesh import resolve_device
 from trainer.errors import UserError
@@ -45,17 +45,19 @@ class ModelScorer:
         self.model = model.to(resolve_device(device)).eval()
         if self.model.device.type == "cpu":
             choose_cpu_matmul("auto")
-        self.ends, self.pad_token_id = turn_ends(self.tokenizer), scoring_pad(model, self.tokenizer)
+        self.ends, self.pad_token_id = scored_ends(self.tokenizer), scoring_pad(model, self.tokenizer)
 
     def input_ids(self, prompt: str, response: str, finished: bool = True) -> list[int]:
         """Return the tokens of a prompt and a response as `train_rm` trained them: those of the whole text.
 
-        A finished response gets the end of a turn in a chat, else eos. An unfinished response gets neither.
+        A finished response gets the end of a turn in a chat, else eos, if it does not spell it out. An unfinished
+        response gets neither.
         """
         prompt, opening = self._as_written(prompt), self.ends.opening_text
         if opening and prompt.endswith(opening):
-            text = self.ends.closed_text(response) if finished else response
-            return self._cut(encode(self.tokenizer, prompt + text)[0])
+            if finished:
+                response = self.ends.closed_text(self.ends.without_end(response, self.tokenizer.eos_token))
+            return self._cut(encode(self.tokenizer, prompt + response)[0])
         eos = [self.tokenizer.eos_token_id]
         return self._cut(encode(self.tokenizer, prompt + response, opens=True)[0] + eos * finished)
 

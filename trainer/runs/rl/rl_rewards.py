@@ -7,7 +7,7 @@ import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
 from trainer.comma_separated import names_in
-from trainer.datasets.conversations.turn_ends import as_trained, stop_ids, turn_ends
+from trainer.datasets.conversations.turn_ends import as_trained, scored_ends, stop_ids
 from trainer.distributed.collectives import rank_0_alone, rank_0_first
 from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
@@ -100,7 +100,7 @@ def _reward_models(args: PPOArguments, setup: Setup, output_dir: str, make_batch
         pad = scoring_pad(model, tokenizer)  # it may differ from the policy's pad token
         return_token_scores(model)
         model = frozen_model(setup, model, args.scores.offload_reward)
-        ends = turn_ends(tokenizer if tokenizer.chat_template else setup.tokenizer)
+        ends = scored_ends(tokenizer if tokenizer.chat_template else setup.tokenizer)
         models.append((f"--reward_pretrain {name.strip()}", pad, model, ends, tokenizer.eos_token_id))
     weights = args.scores.reward_weights or [1.0] * len(models)
 
