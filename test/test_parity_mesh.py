@@ -13,15 +13,14 @@ from test_parity import assert_same_steps, assert_same_tensors, command_line
 from trainer.compare.runs.matrix import full_matrix
 
 TWO_RANKS = {
-    "deepspeed-z1-tp2-packed", "deepspeed-z3-tp2", "fsdp2-tp2-packed", "fsdp2-tp2-seq", "fsdp2-tp2-seq-packed",
-    "deepspeed-z2-sp2", "deepspeed-z3-sp2-packed", "fsdp2-sp2", "deepspeed-z1-ulysses2", "fsdp2-ulysses2-packed",
+    "deepspeed-z1-tp2-packed", "deepspeed-z3-tp2", "fsdp2-tp2-packed", "fsdp2-tp2-seq",
+    "deepspeed-z3-sp2-packed", "fsdp2-sp2", "fsdp2-ulysses2-packed",
 }  # fmt: skip
 FOUR_RANKS = {
-    "fsdp2-tp4-packed", "deepspeed-z1-sp4-packed",
-    "deepspeed-z3-tp2-sp2-packed", "fsdp2-tp2-sp2", "deepspeed-z3-dp2-tp2", "fsdp2-dp2-tp2-packed",
+    "fsdp2-tp4-packed", "deepspeed-z3-tp2-sp2-packed", "fsdp2-tp2-sp2", "deepspeed-z3-dp2-tp2",
     "deepspeed-z2-dp2-sp2-packed", "fsdp2-dp2-sp2", "deepspeed-z3-hsdp2x2", "fsdp2-hsdp2x2-packed",
 }  # fmt: skip
-EIGHT_RANKS = {"deepspeed-z3-dp2-tp2-sp2-packed", "fsdp2-dp2-tp2-sp2", "fsdp2-hsdp2x2-tp2"}
+EIGHT_RANKS = {"deepspeed-z3-dp2-tp2-sp2-packed", "fsdp2-hsdp2x2-tp2"}
 STEPS = {2: 6, 4: 4, 8: 3}
 MATRIX = {c.name: c for c in full_matrix() if c.name in TWO_RANKS | FOUR_RANKS | EIGHT_RANKS}
 

@@ -11,14 +11,12 @@ from unusual_configs import UNUSUAL
 from trainer.compare.zoo.tiny import shrink
 from trainer.compare.zoo.zoo_models import SETTINGS, SKIPPED, tiny_config, zoo_names
 
-# One of each kind: dense, biased, sliding, sparse, latent attention, state space, gated, soft caps, tied, fused.
-MODELS = ("llama", "qwen2", "qwen3_moe", "qwen3_5_text", "deepseek_v3", "gemma3_text", "gpt_oss", "glm4", "granitemoehybrid",
-          "bamba", "gpt2", "opt")  # fmt: skip
+# One of each kind: biased, sparse, gated linear attention, latent attention, sliding, state space, fused. The command
+# `python -m trainer.compare.zoo` runs all of them.
+MODELS = ("qwen2", "qwen3_moe", "qwen3_5_text", "deepseek_v3", "gemma3_text", "granitemoehybrid", "gpt2")
 PAGE = ROOT / "scripts/docs/zoo_page.py"
 CONFIGURATIONS = ("fsdp2-2r", "zero3", "ring2-packed", "save")
-REFUSED = {
-    "ring2-packed": {"qwen3_5_text", "deepseek_v3", "gpt_oss", "granitemoehybrid", "bamba"}
-}  # or trained, and right
+REFUSED = {"ring2-packed": {"qwen3_5_text", "deepseek_v3", "granitemoehybrid"}}  # or trained, and right
 
 
 def layer_kinds(config) -> set:
@@ -72,7 +70,7 @@ def test_cells_that_pass(results, model):
 
 def test_the_page_names_the_models_and_the_reasons(results):
     rows, page = results
-    assert "| `qwen2`: Qwen2-7B" in page and "12 architectures, 48 cells" in page
+    assert "| `qwen2`: Qwen2-7B" in page and "7 architectures, 28 cells" in page
     for row in rows.values():
         for cell in row["cells"].values():
             assert cell["verdict"] != "refused" or cell["note"].split(":")[0] in page

@@ -24,9 +24,17 @@ from trainer.strategies.options import StrategyOptions
 MODELS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 HYBRID = ("qwen3_next", "granitemoehybrid", "nemotron_h")
 OFTEN = ("ep2-ring2-packed", "ep2-tp2")  # the script also takes any other cell
-ONCE = ("ep2", "ep4-packed", "ep2-hsdp2-packed", "tp2-ring2", "tp2-hsdp2")
-ONCE += ("save", "ep2-lora-experts", "z2-lora-experts", "ep2-once", "ep4-gathered", "fsdp2-3r")
-ONCE += ("tp2-z0", "tp2-z3-gathered")
+ONCE = (
+    "ep4-packed",
+    "ep2-hsdp2-packed",
+    "tp2-ring2",
+    "save",
+    "ep2-lora-experts",
+    "ep2-once",
+    "ep4-gathered",
+    "fsdp2-3r",
+)
+ONCE += ("tp2-z3-gathered",)
 # DeepSpeed cuts them over tp. The first cell of a part is the one that "save" judges.
 PARTS = {",".join(HYBRID): ("tp2-z3-packed",), "mixtral,gpt_oss": ("tp2-z2", "save")}
 
