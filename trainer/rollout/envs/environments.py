@@ -287,7 +287,9 @@ def read_step(value: Any) -> Step:
     if done:
         return Step(reward=reward, done=True)
     messages = _messages(messages) if messages else []
-    if not messages or any(message["role"] == "assistant" for message in messages):
+    if any(message["role"] == "assistant" for message in messages):
+        raise UserError("", "gives a message of the assistant", "only new messages, of the roles user and tool")
+    if not messages:
         raise UserError("", "is not done and gives no messages for the model", "messages of the roles user and tool")
     return Step(messages, reward)
 

@@ -25,6 +25,7 @@ from trainer.distributed.collectives import gather_objects
 from trainer.errors import Failed, UserError
 from trainer.rollout.engines.sampling import Completion, Sampling, sample_seed
 from trainer.rollout.envs.environments import Response, read_opening, read_step, reset
+from trainer.rollout.envs.given_messages import check_new
 from trainer.rollout.envs.long_answers import fitting
 from trainer.rollout.envs.one_episode import (
     ANSWER,
@@ -250,6 +251,7 @@ def _opened(environments: Environments, episode: Episode, opening: Any) -> tuple
     with _named(environments, "reset", episode):
         tools = getattr(episode.env, "tools", None) or columns_of(episode.prompt).get("tools")
         episode.opening, episode.tools = read_opening(opening), tools_of({"tools": tools})
+        episode.given.add(opening, tools)
         check_call_format(environments.tokenizer, episode.tools)
         ids = render_prompt(environments.tokenizer, episode.opening, episode.tools)
     if len(ids) <= environments.prompt_max_len:
@@ -308,8 +310,10 @@ def _stepped(
         ids, end = [], DONE if step.done else LOST
         try:
             if step.messages:
+                check_new(episode.opening, step.messages)
+                episode.given.add(value)
                 ids, end = _next_ids(environments, episode, completion, step.messages, sampling)
-        except UserError:  # the template refuses the messages
+        except UserError:  # the messages are no new ones, or the template refuses them
             if not hasattr(episode.env, "lose"):
                 raise
             step, end = episode.env.lose(), LOST  # a sandbox may send anything, and loses its own episode only

@@ -12,6 +12,7 @@ from trainer.datasets.conversations.tool_formats import tool_calls
 from trainer.errors import Failed
 from trainer.rollout.engines.sampling import Completion, Sampling
 from trainer.rollout.envs.environments import Caller, Response
+from trainer.rollout.envs.given_messages import GivenMessages
 from trainer.rollout.envs.long_answers import LongAnswers
 from trainer.rollout.samples import Sample
 
@@ -53,9 +54,10 @@ class Episode:
 
     number: int
     prompt: dict
-    env: Any = None  # only on the rank that calls it, like the next three
+    env: Any = None  # only on the rank that calls it, like the next four
     opening: list[dict] = field(default_factory=list)
     tools: Optional[list] = None
+    given: GivenMessages = field(default_factory=GivenMessages)
     response: Optional[Response] = None  # the last one
     prompt_ids: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)  # after the prompt
