@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_tokenizers import byte_tokenizer
 
+from trainer.datasets.batches.packing import IGNORE
 from trainer.datasets.conversations import training_templates
 from trainer.datasets.conversations.rendering import render
 from trainer.datasets.conversations.templates import as_data, render_prompt
@@ -17,6 +18,7 @@ from trainer.rollout.engines.sampling import Completion, Sampling
 from trainer.rollout.envs.environments import Caller
 from trainer.rollout.envs.episodes import continue_episodes
 from trainer.rollout.envs.one_episode import Environments
+from trainer.rollout.micro_batches import SampleSet, collate_samples
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("trl, which holds the stock templates, is not installed", allow_module_level=True)
@@ -110,6 +112,14 @@ def test_ids_with_a_tool_are_those_that_were_written_and_those_of_the_template(n
     for (start, end), ids, asked in zip(sample.turns, turns, writer.asked, strict=True):
         assert sample.response_ids[start:end] == ids and sample.prompt_ids + sample.response_ids[:start] == asked
     assert sample.prompt_ids == tokenizer.encode(text_of(tokenizer, [QUESTION], True), add_special_tokens=False)
+    # each of these tokens has a loss, once, and no other one
+    dataset = SampleSet([sample], "token", 4000)
+    for packed in (False, True):
+        batch = collate_samples([dataset[0]], 0, packed)
+        trained = batch["labels"] != IGNORE
+        assert batch["labels"][trained].tolist() == [token for ids in turns for token in ids]
+        assert batch["response_index"][trained].tolist() == list(range(sum(map(len, turns))))
+        assert ((batch["loss_weights"] > 0) == trained).all()
     # and the whole is the conversation in the template
     whole = text_of(tokenizer, [QUESTION, CALL, RESULT, LAST], False).rstrip()
     whole += "" if whole.endswith(texts[1][-5:]) else ENDS[1]
