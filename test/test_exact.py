@@ -23,8 +23,9 @@ from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_fun
 
 from trainer.compare.locate.locate_report import locate_folders
 from trainer.compare.runs.exact_bits import bits_of, first_difference
+from trainer.datasets.batches.sequence_split import zigzag_shard
 from trainer.errors import UserError
-from trainer.exact import exact_products, self_test
+from trainer.exact import exact_products, self_test, split_rows
 from trainer.exact.exact_adamw import ExactAdamW, with_single_roundings
 from trainer.exact.exact_gradients import ExactGradients
 from trainer.exact.exact_losses import with_exact_sums
@@ -401,7 +402,23 @@ def test_what_splits_samples_and_is_not_proved_is_refused_in_one_line(monkeypatc
         exact_attention.exact_attention("ring", split)(torch.nn.Module(), heads, heads, heads, softcap=1.0)
 
 
+def test_a_pair_is_as_long_as_its_longer_side(monkeypatch):
+    positions, counts = torch.tensor([[*range(7), 0], [*range(5), 0, 1, 2]]), []
+
+    def all_reduce(count: torch.Tensor, group) -> None:
+        counts.append(count.clone())
+        count.copy_(sum(counts))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    split = SplitRows(OneOf(2))
+    for split.rank in (0, 1):
+        split_rows._count_tokens(split, None, (), {"position_ids": zigzag_shard(positions, split.rank, 2)})
+    assert split.num_tokens == 7
+
+
 UNPROVED = [
+    ({"tensor_parallel_size": 2, "kd_top_k": 8}, "with --tensor_parallel_size and --kd_top_k"),
+    ({"ring_attn_size": 2, "kd_loss": "jsd"}, "with --tensor_parallel_size or --ring_attn_size and --kd_loss jsd"),
     ({"tensor_parallel_size": 2, "sequence_parallel": True}, "with --use_hf_tp_plan or --sequence_parallel"),
     ({"ring_attn_size": 2, "dp_replicate_size": 2}, "with --ring_attn_size and --dp_replicate_size"),
     ({"ring_attn_size": 8}, "with --ring_attn_size 8"),
@@ -413,8 +430,9 @@ UNPROVED = [
 def test_a_layout_that_is_not_proved_is_refused_by_name(flags, found):
     defaults = defaults_of(COMMANDS.values()) | UNKNOWN
     proved = {**defaults, "exact": True, "param_dtype": "fp32"}
-    assert first_broken(RULES["train_sft"], proved, defaults) is None
-    assert str(first_broken(RULES["train_sft"], proved | flags, defaults)).startswith(f"--exact {found}: ")
+    rules = RULES["train_kd" if flags.keys() & {"kd_top_k", "kd_loss"} else "train_sft"]
+    assert first_broken(rules, proved, defaults) is None
+    assert str(first_broken(rules, proved | flags, defaults)).startswith(f"--exact {found}: ")
 
 
 def test_a_vocabulary_that_tp_does_not_divide_is_refused():
@@ -513,6 +531,7 @@ def test_layouts_have_equal_bits_and_so_has_a_resume_on_another(shared_data, tmp
     train_many(1, [*first, of_experts[0]], tmp_path, 300)
     pair = ["f-mb1", "z0-mb3-packed", "z1-tp2", "z3-mb3-recomputed", "f-tp2-recomputed"]
     pair += ["f-ring2-mb3", "z1-ring2-packed", "z3-ulysses2-recomputed"]
+    lora += ["f-lora-tp2", "z3-lora-ring2"]
     later = [resumed("z3-tp2-resumed", alone[0]), resumed("f-lora-resumed", lora[0])]
     train_many(2, [*map(of, [*pair, *lora[1:]]), *later, of_experts[1]], tmp_path, 300)
     four = ["f-tp2-ring2", "z2-ring2-packed", "z3-ulysses4"]
@@ -545,7 +564,8 @@ def test_a_gradient_that_is_off_by_one_ulp_is_found_and_named(tmp_path):
 
 
 def test_other_commands_have_equal_bits_too(shared_data, tmp_path):
-    """train_dpo with its reference, train_rm with its new head, train_kd with its teacher: other backends and ranks."""
+    """train_dpo with its reference, train_rm with its new head, train_kd with a teacher: other backends and ranks."""
+    save_steep_models(tmp_path, f"{shared_data}/models/stories260K-hf", [1.5])
     data = ["--dataset", f"{shared_data}/gsm8k/pairs.jsonl", "--train_batch_size", "8", "--max_samples", "13"]
 
     def of(command: str, name: str) -> list[str]:
@@ -555,31 +575,25 @@ def test_other_commands_have_equal_bits_too(shared_data, tmp_path):
         flags += ["--ring_attn_size", "2"] if "ring2" in name else []
         flags += [*BACKENDS[name.split("-")[0]], "--micro_train_batch_size", "2" if "mb2" in name else "1"]
         flags += ["--packing_samples"] if "packed" in name else []
-        teacher = ["--teacher", f"{shared_data}/models/stories260K-hf", "--output_key", "chosen", "--kd_coef", "0.5"]
+        teacher = ["--teacher", f"{tmp_path}/steep-1.5", "--output_key", "chosen", "--kd_coef", "0.3"]
         flags += [*teacher, "--input_key", "prompt"] if command == "train_kd" else []
         folder = tmp_path / f"{command}-{name}"
         return [command, *flags, "--output_dir", str(folder), "--parity_dump", str(folder / "parity")]
 
     train_many(1, [of("train_dpo", "z1"), of("train_rm", "f"), of("train_kd", "f")], tmp_path, 300)
-    on_two = [
-        of("train_dpo", "z2-ring2"),
-        of("train_dpo", "f-mb2-packed"),
-        of("train_dpo", "z3-tp2"),
-        of("train_rm", "z3-mb2"),
-        of("train_kd", "z2-mb2-packed"),
-    ]
-    train_many(2, on_two, tmp_path, 300)
     pairs = [
-        ("train_dpo-z1", "train_dpo-f-mb2-packed"),
-        ("train_dpo-z1", "train_dpo-z3-tp2"),
-        ("train_dpo-z1", "train_dpo-z2-ring2"),
-        ("train_rm-f", "train_rm-z3-mb2"),
+        ("train_dpo-z1", ["z2-ring2", "f-mb2-packed", "z3-tp2"]),
+        ("train_rm-f", ["z3-mb2", "z1-tp2", "f-ring2"]),
+        ("train_kd-f", ["z2-mb2-packed", "f-tp2", "z3-ring2"]),
     ]
-    for alone, pair in (*pairs, ("train_kd-f", "train_kd-z2-mb2-packed")):
+    train_many(2, [of(alone.partition("-")[0], name) for alone, names in pairs for name in names], tmp_path, 300)
+    for alone, names in pairs:
         expected = bits_of(tmp_path / alone)
         assert expected.steps == 3 and len(expected.tensors) == 2
         assert len({row["loss"] for row in expected.rows.values()}) == 3
-        assert first_difference(expected, bits_of(tmp_path / pair)) is None, alone
+        for name in names:
+            found = bits_of(tmp_path / f"{alone.partition('-')[0]}-{name}")
+            assert first_difference(expected, found) is None, (alone, name)
 
 
 def test_three_sums_tell_the_element_that_changed():

@@ -6,7 +6,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer.distributed.sharded_tensors import whole as whole_tensor
 from trainer.entry import end_well
-from trainer.methods.teacher_loss import teacher_distance
+from trainer.methods.teacher_loss import teacher_distances
 from trainer.models.losses import token_losses
 from trainer.models.losses.distances import Distance
 from trainer.models.losses.token_losses import token_entropies, token_log_probs
@@ -45,10 +45,11 @@ for vocab, name, top_k in ((13, "jsd", None), (13, "kl", 5), (12, "reverse_kl", 
     labels = torch.randint(vocab, (2, 9)).index_fill(1, torch.arange(0, 9, 4), -100)
     alone, split = model.clone().requires_grad_(), distribute_tensor(model, mesh, [Shard(2)]).requires_grad_()
     kind = Distance(name, 0.3, top_k)
-    expected = teacher_distance(alone, teacher, labels, 2.0, kind)
-    found = teacher_distance(split, distribute_tensor(teacher, mesh, [Shard(2)]), labels, 2.0, kind)
-    (3 * expected).backward()
-    (3 * found).backward()
+    expected = teacher_distances(alone, teacher, labels, 2.0, kind)
+    found = teacher_distances(split, distribute_tensor(teacher, mesh, [Shard(2)]), labels, 2.0, kind)
+    assert expected.shape == labels.shape and not expected[labels == -100].any()
+    (3 * expected).sum().backward()
+    (3 * found).sum().backward()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(whole_tensor(split.grad), alone.grad, rtol=1e-5, atol=1e-7)
 print("entropies agree")

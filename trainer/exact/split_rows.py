@@ -1,7 +1,8 @@
 """Rows of tokens that --ring_attn_size splits: what needs a whole sample gets it, on every rank of sp.
 
 Products of forward, activations and losses of tokens work on the tokens of a rank. A norm, an embedding and the gradient
-of a weight add up over tokens. So they see all tokens of the sample, in their order, as on one rank.
+of a weight add up over tokens. So they see all tokens of the sample, in their order, as on one rank. Small products do so
+too: the head of a reward model, and those of an adapter that tp does not split.
 """
 
 import functools
@@ -13,6 +14,7 @@ from trainer.datasets.batches.sequence_split import natural_order, zigzag_shard
 from trainer.errors import UserError
 
 WHOLE = ("Norm", "Embedding")  # ends of the names of classes whose modules see whole samples
+SMALL = (".score", ".lora_A.default", ".lora_B.default")  # ends of the paths of small products that do so too
 
 
 class SplitRows:
@@ -84,7 +86,7 @@ def give_whole_rows(model: torch.nn.Module, rows: SplitRows, token_dims: dict[st
     for name, module in model.named_modules():
         kind = type(module).__name__
         has_own = name not in others and next(module.parameters(recurse=False), None) is not None
-        if has_own and not kind.endswith(WHOLE):
+        if has_own and not (kind.endswith(WHOLE) or f".{name}".endswith(SMALL)):
             found = f"the layer {name}, {kind}, may add up the tokens of split samples in another order"
             raise UserError("--exact", found, "--ring_attn_size 1")
         if has_own or "Rotary" in kind:  # sines of positions are vector code
@@ -92,12 +94,12 @@ def give_whole_rows(model: torch.nn.Module, rows: SplitRows, token_dims: dict[st
 
 
 def _count_tokens(rows: SplitRows, _model, _args: tuple, kwargs: dict) -> None:
-    """Note the length of the sample whose parts the ranks hold. The positions of padding begin at 0 again."""
+    """Note the length of the sample whose parts the ranks hold, or of its longest row. Positions of padding begin at 0 again."""
     positions = kwargs["position_ids"]
     places = zigzag_shard(torch.arange(rows.size * positions.shape[1])[None], rows.rank, rows.size)
-    count = (positions == places).sum()
-    dist.all_reduce(count, group=rows.group)
-    rows.num_tokens = int(count)
+    counts = (positions == places).sum(1)  # the two sides of a pair are two rows
+    dist.all_reduce(counts, group=rows.group)
+    rows.num_tokens = int(counts.max())
 
 
 def _see_whole_rows(module: torch.nn.Module, rows: SplitRows, dim: int) -> None:

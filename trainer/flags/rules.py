@@ -16,7 +16,7 @@ from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rl_rules import PPO_RULES
 from trainer.flags.rollout_rules import ROLLOUT_RULES
 from trainer.flags.rule import Rule, first_refusal
-from trainer.flags.training_rules import EXACT_ROLLOUT_RULES, EXACT_RULES, NEVER, TRAINING_RULES, exact_on_whole_samples
+from trainer.flags.training_rules import EXACT_ROLLOUT_RULES, EXACT_RULES, EXACT_TEACHER_RULES, NEVER, TRAINING_RULES
 
 COMMANDS: dict[str, type] = {
     "train_sft": SFTArguments,
@@ -29,11 +29,11 @@ COMMANDS: dict[str, type] = {
 
 OWN_RULES: dict[str, tuple[Rule, ...]] = {
     "train_sft": EXACT_RULES,
-    "train_rm": (*EXACT_RULES, *exact_on_whole_samples("train_rm"), *REWARD_RULES),
+    "train_rm": (*EXACT_RULES, *REWARD_RULES),
     "train_dpo": (*EXACT_RULES, *DPO_RULES),
     "train_ppo": (*EXACT_RULES, *EXACT_ROLLOUT_RULES, *PPO_RULES, *ROLLOUT_RULES),
     "train_dpo --online": (*ONLINE_RULES, *ROLLOUT_RULES),
-    "train_kd": (*EXACT_RULES, *exact_on_whole_samples("train_kd"), *KD_RULES),
+    "train_kd": (*EXACT_RULES, *EXACT_TEACHER_RULES, *KD_RULES),
 }
 RULES: dict[str, tuple[Rule, ...]] = {
     command: (*NEVER.get(command, ()), *TRAINING_RULES, *own) for command, own in OWN_RULES.items()

@@ -226,8 +226,6 @@ EXACT_RULES = (
     Rule("exact", lambda f: f.tensor_parallel_size > 1 and (f.use_hf_tp_plan or f.sequence_parallel),
          "with --use_hf_tp_plan or --sequence_parallel", "equal bits are proved for plans of ours on whole sequences",
          "Remove the other flag."),
-    Rule("exact", lambda f: f.tensor_parallel_size > 1 and f.lora_rank, "with --tensor_parallel_size and --lora_rank",
-         "equal bits are not proved for adapters that tp splits", "Set --tensor_parallel_size to 1."),
     Rule("exact", lambda f: f.tensor_parallel_size > 1 and f.dp_replicate_size > 1,
          "with --tensor_parallel_size and --dp_replicate_size", "equal bits are not proved for both",
          "Set one of them to 1."),
@@ -242,8 +240,6 @@ EXACT_RULES = (
     Rule("exact", lambda f: f.ring_attn_size > 1 and f.dp_replicate_size > 1,
          "with --ring_attn_size and --dp_replicate_size", "equal bits are not proved for both",
          "Set one of them to 1."),
-    Rule("exact", lambda f: f.ring_attn_size > 1 and f.lora_rank, "with --ring_attn_size and --lora_rank",
-         "equal bits are not proved for adapters of split sequences", "Set --ring_attn_size to 1."),
     Rule("exact", lambda f: f.ring_attn_size > 1 and f.parity_trace, "with --ring_attn_size and --parity_trace",
          "a rank has only a part of a sample's gradient", "Set --ring_attn_size to 1."),
     Rule("exact", lambda f: f.expert_parallel_size > 1, "with --expert_parallel_size {expert_parallel_size}",
@@ -282,6 +278,15 @@ EXACT_RULES = (
          "Remove one of them."),
     Rule("exact", lambda f: f.has_images, "with rows that have images", "equal bits are not proved for vision towers",
          "Take rows without images."),
+)
+
+# with --exact and a teacher
+EXACT_TEACHER_RULES = (
+    Rule("exact", lambda f: f.tensor_parallel_size > 1 and f.kd_top_k, "with --tensor_parallel_size and --kd_top_k",
+         "tokens of equal probability may be taken in another order", "Set --tensor_parallel_size to 1."),
+    Rule("exact", lambda f: max(f.tensor_parallel_size, f.ring_attn_size) > 1 and f.kd_loss == "jsd",
+         "with --tensor_parallel_size or --ring_attn_size and --kd_loss jsd",
+         "the last elements of a part of its logits may round in another way", "Take kl or reverse_kl."),
 )
 
 # with --exact and rollouts: what is not proved to generate and train with the same bits
@@ -340,17 +345,6 @@ TRAINING_RULES = (
 
 _WHY = "equal bits of rollouts are proved for train_ppo only"
 _NOT_EXACT = Rule("exact", lambda f: True, "with train_dpo --online", _WHY, "Remove the flag.")
-
-
-def exact_on_whole_samples(command: str) -> tuple[Rule, Rule]:
-    why = "equal bits of its split products are proved for train_sft and train_dpo"
-    return tuple(
-        Rule("exact", condition, f"with --{flag} and {command}", why, f"Set --{flag} to 1.")
-        for flag, condition in (
-            ("tensor_parallel_size", lambda f: f.tensor_parallel_size > 1),
-            ("ring_attn_size", lambda f: f.ring_attn_size > 1),
-        )
-    )
 
 
 def _no_new_tokens(command: str, why: str) -> Rule:

@@ -1,7 +1,6 @@
 """Knowledge distillation: the distance of the model's distribution from its teacher's, at every token with a loss."""
 
 from collections.abc import Callable, Sequence
-from typing import Optional
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,18 +14,13 @@ from trainer.models.losses.distances import Distance, distances
 from trainer.models.losses.token_losses import causal_lm_logits, rows_of_a_chunk, token_log_probs
 
 
-def teacher_distance(
-    model: torch.Tensor,
-    teacher: torch.Tensor,
-    labels: torch.Tensor,
-    temperature: float,
-    distance: Distance,
-    weights: Optional[torch.Tensor] = None,
+def teacher_distances(
+    model: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, temperature: float, distance: Distance
 ) -> torch.Tensor:
-    """The distance at this temperature, at every position with a label: the sum over all of them, fp32.
+    """The distance at this temperature at every position: (rows, tokens) fp32, 0 where the label is IGNORE.
 
     Logits (rows, tokens, vocab) are upcast to fp32 in chunks, and again in the backward pass. DTensors are sharded over the
-    vocabulary (collectives over tp). `weights` (rows, tokens) multiply the distances of positions; None: all are 1.
+    vocabulary (collectives over tp).
     """
     group, first, chunk_tokens = None, 0, rows_of_a_chunk(model.shape[-1], model.device)
     if isinstance(model, DTensor):
@@ -34,19 +28,17 @@ def teacher_distance(
         group, first = model.device_mesh.get_group(), offset[-1]
         model, teacher = model.to_local(), teacher.to_local()
 
-    def of_chunk(
-        model: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, *weights: torch.Tensor
-    ) -> torch.Tensor:
+    def of_chunk(model: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         kept = (labels != IGNORE).nonzero().squeeze(1)
         both = (x[kept].float() / temperature for x in (model, teacher))
         found = distances(*both, distance, first, group)
-        return (found * weights[0][kept] if weights else found).sum()
+        return found.new_zeros(labels.shape).index_put((kept,), found)
 
-    parts = [x.flatten(0, -2) for x in (model, teacher)] + [x.flatten() for x in (labels, weights) if x is not None]
+    parts = (model.flatten(0, -2), teacher.flatten(0, -2), labels.flatten())
     chunks = list(zip(*(x.split(chunk_tokens) for x in parts)))
     if len(chunks) == 1:
-        return of_chunk(*chunks[0])
-    return torch.stack([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]).sum()
+        return of_chunk(*chunks[0]).view(labels.shape)
+    return torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]).view(labels.shape)
 
 
 def make_teacher_loss(
@@ -61,15 +53,16 @@ def make_teacher_loss(
     def loss(model, micro_batch: dict):
         labels = micro_batch["labels"]
         logits = causal_lm_logits(model, micro_batch)
-        nll = -token_log_probs(logits, labels).sum()
+        nll = -token_log_probs(logits, labels)
         found = []
         for weight, teacher in teachers:
             with torch.no_grad():
                 of_teacher = causal_lm_logits(teacher, micro_batch)
-            found.append(weight * temperature**2 * teacher_distance(logits, of_teacher, labels, temperature, distance))
+            found.append(weight * temperature**2 * teacher_distances(logits, of_teacher, labels, temperature, distance))
         of_teachers = sum(found[1:], found[0])
-        total = coef * of_teachers + (1 - coef) * nll
-        return total, (labels != IGNORE).sum(), {"teacher_loss": of_teachers, "nll": nll}
+        values = (coef * of_teachers + (1 - coef) * nll, of_teachers, nll)
+        total, *metrics = (x.sum() for x in map(micro_batch.get("rounded", torch.clone), values))
+        return total, (labels != IGNORE).sum(), dict(zip(("teacher_loss", "nll"), metrics))
 
     return loss
 
@@ -87,8 +80,8 @@ def make_on_policy_loss(policy_loss: Callable, teacher, temperature: float, dist
         logits = causal_lm_logits(model, micro_batch)
         with fixed_model(model, teacher) as fixed:
             of_teacher = causal_lm_logits(fixed, micro_batch)
-        weights = micro_batch["loss_weights"]
-        total = teacher_distance(logits, of_teacher, micro_batch["labels"], temperature, distance, weights)
+        found = teacher_distances(logits, of_teacher, micro_batch["labels"], temperature, distance)
+        total = (found * micro_batch["loss_weights"]).sum()
         return total, count, {**metrics, "policy_loss": MetricSum(total.detach())}
 
     return loss

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import UserError
 from trainer.metrics import layer_configs
-from trainer.model_folders.model_folder import has_adapter
 from trainer.model_parallel.expert_parallel import are_experts
 from trainer.model_parallel.tp_plans import (
     OUR_PLANS,
@@ -291,15 +290,24 @@ def exact_plan(plan: dict[str, str]) -> dict[str, str]:
 def split_layers(model) -> dict[str, str]:
     """Return what tp may split in the products and norms of a model: {"model.layers.0.mlp.up_proj": "columns", ...}.
 
-    It does not depend on the size of tp. Of models without a plan of ours, or with an adapter, nothing is named.
+    It does not depend on the size of tp. An adapter has the same dimension: B of a layer by columns, A of one by rows. Of
+    models without a plan of ours, nothing is named.
     """
-    if has_adapter(model) or model.config.get_text_config().model_type not in OUR_PLANS:
+    if model.config.get_text_config().model_type not in OUR_PLANS:
         return {}
     plan, head = get_optimized_tp_plan(model), model.get_output_embeddings()
     kinds = {"colwise": "columns", "rowwise": "rows", "replicated_with_grad_allreduce": "heads"}
     found = {name: kinds.get(plan.get(pattern_of(name))) for name, _ in model.named_modules()}
     found |= {name: "vocabulary" for name, module in model.named_modules() if head is not None and module is head}
-    return {name: kind for name, kind in found.items() if kind}
+    named = [(name, kind) for name, kind in found.items() if kind]
+    return {part: kind for name, kind in named for part in _split_parts(model.get_submodule(name), name, kind)}
+
+
+def _split_parts(module: nn.Module, name: str, kind: str) -> list[str]:
+    """The products of a layer, of which tp splits the same dimension: one, or with an adapter two."""
+    if not hasattr(module, "base_layer"):
+        return [name]
+    return [f"{name}.base_layer", f"{name}.lora_{'A' if kind == 'rows' else 'B'}.default"]
 
 
 def format_plan(plan: dict[str, str]) -> str:

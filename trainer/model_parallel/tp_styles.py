@@ -194,6 +194,7 @@ EXACT_FORMS = {
     "rowwise": "held_by_rows",
     "embedding_rowwise": "embedding_rowwise",  # adds zeros
     "replicated": "replicated",
+    "replicated_in_block": "replicated",  # the input of a block is a plain tensor then
     "replicated_with_grad_allreduce": "replicated",
     "block_input": None,
 }

@@ -11,7 +11,8 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.gradient_collectives import Sum, SumGradients
+from trainer.distributed.gradient_collectives import Sum
+from trainer.models.losses.vocab_parallel import vocab_parallel_log_softmax, vocab_parallel_sum
 
 Group = Optional[dist.ProcessGroup]  # its ranks hold different columns of the vocabulary
 
@@ -61,8 +62,8 @@ def distances(
     log_p, log_q = (log_softmax(logits, group).clamp(min=lowest) for logits in (teacher, model))
     if distance.top_k is not None:
         log_p, log_q = buckets(log_p, log_q, distance.top_k, first, group)
-    terms = DISTANCES[distance.name](log_p, log_q, distance.beta).sum(1)
-    return terms if distance.top_k is not None else _sum(terms, group)
+    terms = DISTANCES[distance.name](log_p, log_q, distance.beta)
+    return _sum_columns(terms, None if distance.top_k is not None else group).squeeze(1)
 
 
 def buckets(
@@ -95,17 +96,18 @@ def buckets(
 
 def log_softmax(logits: torch.Tensor, group: Group) -> torch.Tensor:
     """Log-probs of logits (rows, columns). The columns of all ranks of `group` are one distribution."""
-    if group is None:
-        return logits.log_softmax(1)
-    shifted = logits - _maximum(logits, group)
-    total = _sum(shifted.exp().sum(1, keepdim=True), group).log()
-    return shifted - SumGradients.apply(group, total)[0]
+    return logits.log_softmax(1) if group is None else vocab_parallel_log_softmax(logits, group)
 
 
 def _logsumexp(values: torch.Tensor, group: Group) -> torch.Tensor:
     """(rows, 1): over the columns of all ranks. One of them is finite."""
     maximum = _maximum(values, group)
-    return _sum((values - maximum).exp().sum(1, keepdim=True), group).log() + maximum
+    return _sum_columns((values - maximum).exp(), group).log() + maximum
+
+
+def _sum_columns(values: torch.Tensor, group: Group) -> torch.Tensor:
+    """(rows, 1)"""
+    return values.sum(1, keepdim=True) if group is None else vocab_parallel_sum(values, group)
 
 
 def _maximum(values: torch.Tensor, group: Group) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Cross-entropy and entropy of logits that are sharded by vocabulary over tp. Full logits are never gathered."""
+"""Log-probs, cross-entropy and entropy of logits that are sharded by vocabulary over tp. Full logits are never gathered."""
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,51 @@ class _VocabParallelEntropy(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         log_probabilities, entropies = ctx.saved_tensors
         return -log_probabilities.exp() * (log_probabilities + entropies[:, None]) * grad[:, None], None
+
+
+class _VocabParallelLogSoftmax(torch.autograd.Function):
+    """Log-probs of each row. Forward: two collectives over `group` (max, then a sum). Backward: one sum."""
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, group) -> torch.Tensor:
+        shifted = _minus_maximum(logits, group)
+        ctx.group, log_probs = group, shifted - _sum_columns(shifted, group, torch.exp).log()
+        ctx.save_for_backward(log_probs)
+        return log_probs
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        (log_probs,) = ctx.saved_tensors
+        return grad - log_probs.exp() * _sum_columns(grad, ctx.group), None
+
+
+class _SumColumns(torch.autograd.Function):
+    """The sum of each row over the columns of all ranks of `group`. Backward: the same gradient for each column."""
+
+    @staticmethod
+    def forward(ctx, values: torch.Tensor, group) -> torch.Tensor:
+        ctx.columns = values.shape[1]
+        return _sum_columns(values, group)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad.expand(-1, ctx.columns), None
+
+
+def _sum_columns(values: torch.Tensor, group, function=torch.clone) -> torch.Tensor:
+    """(rows, 1): the sum of `function` of the values, by the tree of fixed pieces of the vocabulary."""
+    pieces = values.chunk(_num_pieces(values, group), 1)
+    return tree_sum([function(piece.contiguous()).sum(1, keepdim=True) for piece in pieces], group)
+
+
+def vocab_parallel_log_softmax(logits: torch.Tensor, group) -> torch.Tensor:
+    """Return the log-probs of logits (rows, local vocab). Other ranks of `group` hold other columns of the distribution."""
+    return _VocabParallelLogSoftmax.apply(logits, group)
+
+
+def vocab_parallel_sum(values: torch.Tensor, group) -> torch.Tensor:
+    """Return the sum (rows, 1) of values (rows, local vocab) over all columns. Other ranks of `group` hold other ones."""
+    return _SumColumns.apply(values, group)
 
 
 def vocab_parallel_entropy(logits: torch.Tensor, group) -> torch.Tensor:
