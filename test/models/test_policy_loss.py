@@ -210,3 +210,76 @@ def test_tokens_of_equal_covariance_are_chosen_in_order_and_a_seed_decides_for_c
     options = covariance_options("clip_cov", cov_share=0.1, cov_range=(1.0, 900.0))
     first, again, later = (chosen_tokens(values, values, options, rollout) for rollout in (4, 4, 5))
     assert torch.equal(first, again) and not torch.equal(first, later) and first.sum() == 10
+
+
+def by_cases_of_clips(log_ratio: float, advantage: float, cap: float | None = None) -> tuple[float, float]:
+    """(loss, slope by the log-ratio) of a token: Schulman et al. 2017, equation 7, and with a `cap` Ye et al. 2020, equation 5.
+
+    verl's page on PPO has the same: the larger of two losses, and for A < 0 at most -A clip_ratio_c.
+    """
+    ratio = math.exp(min(max(log_ratio, -20), 20))
+    free, held = -advantage * ratio, -advantage * min(max(ratio, 0.8), 1.28)
+    value, slope = (free, free) if free >= held else (held, 0.0)
+    if cap is not None and advantage < 0 and value > -advantage * cap:
+        value, slope = -advantage * cap, 0.0
+    return value, slope if abs(log_ratio) < 20 else 0.0
+
+
+def by_paper(name: str, new: list, ratios: list, advantages: list) -> list[tuple[float, float]]:
+    """(loss, slope by the token's log-prob) of each token of one response."""
+    if name in ("ppo", "ppo 3"):
+        return [by_cases_of_clips(r, a, 3.0 if name == "ppo 3" else None) for r, a in zip(ratios, advantages)]
+    if name == "reinforce":  # Williams 1992
+        return [(-a * p, -a) for p, a in zip(new, advantages)]
+    if name == "cispo":  # MiniMax-M1, equations 4 and 5: the clipped weight has no gradient
+        weights = [min(max(math.exp(min(max(r, -20), 20)), 0.8), 1.28) for r in ratios]
+        return [(-w * a * p, -w * a) for w, a, p in zip(weights, advantages, new)]
+    if name == "sapo":  # Gao et al. 2025, equations 5 to 8: the gradient's weight is 4 p (1 - p) ratio
+        found = []
+        for r, a in zip(ratios, advantages):
+            ratio, t = math.exp(min(max(r, -20), 20)), 1.0 if a > 0 else 1.05
+            gate = 1 / (1 + math.exp(min(-t * (ratio - 1), 700)))
+            found.append((-4 / t * gate * a, -4 * gate * (1 - gate) * ratio * a * (abs(r) < 20)))
+        return found
+    mean = statistics.fmean(ratios)  # gspo, Zheng et al. 2025, equations 5 to 7, and gspo_token, 13 and 14
+    own = [by_cases_of_clips(mean, a) for a in advantages]
+    shared = statistics.fmean(slope for _, slope in own)
+    return [(value, shared if name == "gspo" else slope) for value, slope in own]
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo 3", "reinforce", "cispo", "sapo", "gspo", "gspo_token"])
+def test_losses_and_gradients_of_200_random_and_extreme_responses(name):
+    generator = torch.Generator().manual_seed(0)
+    for number in range(200):
+        length, size = (1, 3, 20)[number % 3], (0.1, 1.0, 5.0, 40.0)[number % 4]
+        new, old, advantages = size * torch.randn(3, length, generator=generator, dtype=torch.float64)
+        advantages[number % length] = 0.0 if number % 5 == 0 else advantages[0]
+        new.requires_grad_()
+
+        def mean(values: torch.Tensor) -> torch.Tensor:
+            return values.mean().expand_as(values)
+
+        options = losses.PolicyOptions(eps_high=0.28, dual_clip=3.0 if name == "ppo 3" else None)
+        tokens = losses.PolicyTokens(new, new - old, advantages, mean)
+        found, *_ = losses.POLICY_LOSSES[name.removesuffix(" 3")](tokens, options)
+        [gradient] = torch.autograd.grad(found.sum(), new)
+        expected = by_paper(name, new.tolist(), (new - old).tolist(), advantages.tolist())
+        assert found.tolist() == pytest.approx([value for value, _ in expected], rel=1e-6, abs=1e-6)
+        assert gradient.tolist() == pytest.approx([slope for _, slope in expected], rel=1e-6, abs=1e-6)
+
+
+def test_every_policy_loss_is_compared_on_200_inputs():
+    here = {"ppo", "reinforce", "cispo", "sapo", "gspo", "gspo_token"}
+    assert here | {"dppo_tv", "dppo_kl", "clip_cov", "kl_cov"} == losses.POLICY_LOSSES.keys()
+
+
+def test_value_losses_of_200_random_and_extreme_tokens():
+    """OpenAI baselines, ppo2: half the larger of both squares."""
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = torch.randn(3, 200, generator=generator, dtype=torch.float64)
+    values[::3], returns[::7] = 1e4 * values[::3], 1e4 * returns[::7]
+    found = losses.value_loss(values, old, returns, 0.2).tolist()
+    for value, v, o, g in zip(found, values.tolist(), old.tolist(), returns.tolist()):
+        assert value == pytest.approx(
+            max((v - g) ** 2, (min(max(v, o - 0.2), o + 0.2) - g) ** 2) / 2, rel=1e-6, abs=1e-6
+        )

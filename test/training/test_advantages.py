@@ -370,3 +370,91 @@ def test_turns_have_rewards_of_their_own():
                 assert found["gae"][row, t].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
                 expected = sum(0.9 ** (k - t) * at[k] for k in range(t, len(at)))
                 assert found["reinforce"][row, t].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def scores_of_rollout(number: int) -> torch.Tensor:
+    """(20,) scores of four prompts: 0 and 1, -1 and 1, random and large ones, equal groups, and failed samples."""
+    generator = torch.Generator().manual_seed(number)
+    random = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    kind = number % 5
+    scores = ((random > 0).double(), random.sign(), random, 1e4 * random, 1e-3 * random)[kind]
+    scores[number % 4] = (0.0, 1.0, -1.0)[number % 3]
+    if number % 7 == 0:
+        scores[0, : number % 5] = math.nan
+    return scores.flatten()
+
+
+def compared(group: list[float], estimator: str) -> list[float]:
+    """What a paper says of the scores of one prompt, one response at a time. One that is left alone has 0."""
+    found = []
+    for number, score in enumerate(group):
+        others, mean = group[:number] + group[number + 1 :], statistics.fmean(group)
+        if estimator == "rloo":  # Ahmadian et al. 2024, equation 5
+            found.append(score - statistics.fmean(others) if others else 0.0)
+        elif estimator == "group_norm":  # Shao et al. 2024, section 4.1.2, with verl's epsilon
+            found.append((score - mean) / ((statistics.stdev(group) if others else 0.0) + 1e-6))
+        else:  # Dr. GRPO, equation 3; REINFORCE++-baseline
+            found.append(score - mean)
+    return found
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "group_norm", "dr_grpo", "reinforce_baseline", "batch_std", "scalerl"])
+def test_groups_of_200_random_and_extreme_rollouts(estimator):
+    for number in range(200):
+        scores = scores_of_rollout(number)
+        own = [[score for score in group if not math.isnan(score)] for group in scores.view(4, 5).tolist()]
+        if estimator in ("batch_std", "scalerl"):  # Liu et al. 2025; ScaleRL, section 4: one deviation for the rollout
+            used = own if estimator == "batch_std" else [group if len({*group}) > 1 else [] for group in own]
+            parts = [compared(group, "dr_grpo") if group in used else [0.0] * len(group) for group in own]
+            all_of = [x for group in used for x in (group if estimator == "batch_std" else compared(group, "dr_grpo"))]
+            deviation = statistics.stdev(all_of) + 1e-6
+            parts = [[value / deviation for value in part] for part in parts]
+        else:
+            parts = [compared(group, estimator) for group in own]
+        name, is_batch = ("group_norm", True) if estimator == "batch_std" else (estimator, False)
+        found = adv.compare_in_groups(scores, name, 5, batch_std=is_batch)
+        assert (found[scores.isnan()] == 0).all()
+        expected = [value for part in parts for value in part]
+        assert found[~scores.isnan()].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_rewards_apart_of_200_random_and_extreme_rollouts():
+    """GDPO (arXiv 2601.05242): each reward normalised in its group, then their weighted sum over the rollout."""
+    for number in range(200):
+        rewards = [scores_of_rollout(5 * number + kind).nan_to_num() for kind in (number % 5, (number + 2) % 5)]
+        weights = (1.0, 0.25)
+        sums = [0.0] * 20
+        for reward, weight in zip(rewards, weights):
+            normed = [value for group in reward.view(4, 5).tolist() for value in compared(group, "group_norm")]
+            sums = [total + weight * value for total, value in zip(sums, normed)]
+        mean, deviation = statistics.fmean(sums), statistics.stdev(sums) + 1e-6
+        found = adv.normalized_apart(torch.stack(rewards, 1), torch.tensor(weights, dtype=torch.float64), 5)
+        assert found.tolist() == pytest.approx([(value - mean) / deviation for value in sums], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", "reinforce_baseline"])
+def test_tokens_of_200_random_and_extreme_rollouts(estimator):
+    """GAE (Schulman et al. 2016, equation 16) and returns, with a KL in the rewards, normalised over all tokens."""
+    for number in range(200):
+        generator, gamma, lambd = (
+            torch.Generator().manual_seed(number),
+            (1.0, 0.9)[number % 2],
+            (1.0, 0.95, 0.0)[number % 3],
+        )
+        lengths = torch.randint(1, (3, 30)[number % 2], (4,), generator=generator).tolist()
+        mask, scores = adv.rows_mask(lengths), scores_of_rollout(5 * number + number % 4)[1:5].nan_to_num()
+        penalty, values = 0.1 * random_rows(lengths, number), random_rows(lengths, number + 1) * (1.0, 1e3)[number % 2]
+        options = adv.AdvantageOptions(estimator, 2, gamma, lambd)
+        found, _ = adv.estimate_advantages(options, scores, mask, penalty, values)
+        plain = []
+        own = scores.tolist()
+        if estimator == "reinforce_baseline":
+            own = [value for first in (0, 2) for value in compared(own[first : first + 2], estimator)]
+        for row, length in enumerate(lengths):
+            rewards = [-penalty[row, t].item() + own[row] * (t == length - 1) for t in range(length)]
+            v = [*values[row, :length].tolist(), 0.0] if estimator == "gae" else [0.0] * (length + 1)
+            decay = gamma * (lambd if estimator == "gae" else 1.0)
+            deltas = [rewards[t] + gamma * v[t + 1] - v[t] for t in range(length)]
+            plain += [sum(decay ** (k - t) * deltas[k] for k in range(t, length)) for t in range(length)]
+        middle, deviation = statistics.fmean(plain), math.sqrt(statistics.pvariance(plain) + 1e-8)
+        assert found[mask].tolist() == pytest.approx([(x - middle) / deviation for x in plain], rel=1e-6, abs=1e-6)
