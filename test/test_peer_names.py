@@ -95,6 +95,7 @@ def test_no_name_is_answered_twice_and_none_is_a_flag_already():
         ("train_ppo", "actor_rollout_ref.rollout.val_kwargs.top_p=1", ["--eval_top_p"]),
         ("train_ppo", "actor_rollout_ref.rollout.temperature=1", ["did you mean --temperature?"]),
         ("train_ppo", "global_profiler.save_path=x", ["no counterpart"]),
+        ("train_ppo", "data.val_max_samples=9", ["--max_eval_samples"]),
     ],
 )
 def test_the_answer_to_a_name(command, name, parts):
@@ -113,8 +114,15 @@ def test_a_name_like_another_of_another_meaning_is_no_guess():
 
 FIRST_TRIES = """epochs data max_seq_len grad_accum tp_size model_path pipeline_parallel_size num_gpus use_lora\
  bs steps warmup wd grad_clip precision seq_len val_data save_every log_every resume attn quantize devices dp"""
-OF_METHODS = {"train_dpo": "reference_model reference_free kl_coef"}
-OF_METHODS["train_ppo"] = "reward_model_path reference_model kl_coef group_size gae_lambda"
+FIRST_TRIES += " max_train_samples eval_max_samples padding_side strict"
+OF_METHODS = {
+    "train_dpo": "reference_model reference_free kl_coef max_target_length generate_during_eval dpo_norm_loss"
+}
+OF_METHODS[
+    "train_ppo"
+] = """reward_model_path reference_model kl_coef group_size gae_lambda cliprange cliprange_value vf_coef
+ num_ppo_epochs num_mini_batches total_episodes local_rollout_forward_batch_size missing_eos_penalty whiten_rewards sft_model_path
+ stop_token"""
 
 
 @pytest.mark.parametrize("command", ["train_sft", *OF_METHODS])
