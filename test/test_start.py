@@ -100,6 +100,46 @@ def test_a_signal_before_the_first_step_is_one_line(demo, command, name):
     assert rest.count(name) == 1 and "Traceback" not in rest and not (demo / "early").exists(), rest
 
 
+def ranks_of(process: subprocess.Popen) -> dict[int, int]:
+    """{rank: process} of those that torchrun has started."""
+    found = {}
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            names = dict(
+                part.split("=", 1) for part in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in part
+            )
+            found |= {int(names["RANK"]): int(child)} if "RANK" in names else {}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "whom"),
+    [
+        (["trainer.cli", "sft", "--nproc", "2"], "the launcher"),
+        ([*LAUNCHER[2:], "2", "-m", "trainer.cli.train_sft"], "all"),
+        ([*LAUNCHER[2:], "2", "-m", "trainer.cli.train_sft"], "rank 1"),
+    ],
+)
+def test_sigterm_while_two_ranks_load_is_one_line(demo, command, whom):
+    """No rank stays, whoever got the signal: the pipe closes when every process is gone."""
+    flags = [*MODEL, *DATA, "--output_dir", "loads", "--param_dtype", "fp32"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [sys.executable, "-m", *command, *flags]
+    process = subprocess.Popen(started, cwd=demo, start_new_session=True, env=_environment(**installed()), **streams)
+    deadline = time.monotonic() + 60
+    while len(ranks := ranks_of(process)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    if whom == "all":
+        os.killpg(process.pid, signal.SIGTERM)
+    else:
+        os.kill(process.pid if whom == "the launcher" else ranks[1], signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 75 and "Traceback" not in output and "error" not in output, output
+    assert output.splitlines()[-1] == "stopped by SIGTERM; no step was running, so no checkpoint was saved"
+    assert output.count("SIGTERM") == 1 and len(ranks) == 2 and not (demo / "loads").exists(), output
+
+
 @pytest.mark.parametrize(("flags", "goal"), [(["--learning_rat", "1"], 1.5), ([*MODEL, *DATA], 2.0)])
 def test_a_typo_and_the_first_line_come_at_once(demo, flags, goal):
     """`goal` is in seconds on a quiet machine. The median of 3 may take 3 times as long, since others may use this one."""

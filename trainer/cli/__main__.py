@@ -10,11 +10,12 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from trainer.entry import EXIT_INTERRUPTED, end_in_a_line_at_sigterm, ends_as_trainer, leave, run_command
-from trainer.errors import UserError
+from trainer.entry import EXIT_INTERRUPTED, STOPPED, end_in_a_line_at_sigterm, ends_as_trainer, leave, run_command
+from trainer.errors import Interrupted, UserError
 from trainer.flags.names.command_names import command_for
 from trainer.flags.names.sources import naming_sources
 from trainer.help_texts import example_of
@@ -130,6 +131,8 @@ def end_as_ranks(error: BaseException) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if isinstance(error, SignalException):
+        if all(code is None or code < 0 for code in codes_of_ranks(error)):
+            raise Interrupted(STOPPED.format(error.sigval.name)) from None
         leave(EXIT_INTERRUPTED)
     if not isinstance(error, ChildFailedError):
         raise error
@@ -139,8 +142,18 @@ def end_as_ranks(error: BaseException) -> NoReturn:
         # torchrun ends the others by SIGTERM
         rank = min(codes, key=lambda rank: (codes[rank] == -signal.SIGTERM, rank))
         name = signal.Signals(-codes[rank]).name
-        raise UserError(f"rank {rank}", f"ended by {name}", instead="SIGKILL is often for want of memory.") from None
+        if name == "SIGTERM":  # in a step, a rank only notes it
+            raise Interrupted(STOPPED.format(name)) from None
+        cause = "It is often for want of memory." if name == "SIGKILL" else ""
+        raise UserError(f"rank {rank}", f"ended by {name}", instead=cause) from None
     leave(max(left))
+
+
+def codes_of_ranks(error: BaseException) -> list[int | None]:
+    """The exit codes of the ranks that torchrun ended at a signal. Only its agent has them, in a frame of the error."""
+    agents = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    started = next((agent._pcontext for agent in agents if getattr(agent, "_pcontext", None)), None)
+    return [one.proc.poll() for one in started.subprocess_handlers.values()] if started else []
 
 
 def torchrun_handler() -> Callable:
