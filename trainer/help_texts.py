@@ -12,22 +12,10 @@ from trainer.limits import HELP, raise_limits
 DEMO = "--pretrain demo/model --dataset demo"
 # The lines of an example are for one folder, one after the other. Without a model and data, a command takes the demo.
 EXAMPLES: dict[str, tuple[str, ...]] = {
-    "trainer": (
-        "trainer make_demo",
-        f"trainer sft --nproc 2 {DEMO}/sft.jsonl --apply_chat_template --max_steps 5",
-    ),
-    "train_sft": (
-        "trainer make_demo",
-        f"trainer sft --nproc 2 {DEMO}/sft.jsonl --apply_chat_template --max_steps 5",
-    ),
-    "train_rm": (
-        "trainer make_demo",
-        f"trainer rm {DEMO}/pairs.jsonl --apply_chat_template --max_steps 5",
-    ),
-    "train_dpo": (
-        "trainer make_demo",
-        f"trainer dpo {DEMO}/pairs.jsonl --apply_chat_template --max_steps 5",
-    ),
+    "trainer": ("trainer make_demo", f"trainer sft --nproc 2 {DEMO}/sft.jsonl --apply_chat_template --max_steps 5"),
+    "train_sft": ("trainer make_demo", f"trainer sft --nproc 2 {DEMO}/sft.jsonl --apply_chat_template --max_steps 5"),
+    "train_rm": ("trainer make_demo", f"trainer rm {DEMO}/pairs.jsonl --apply_chat_template --max_steps 5"),
+    "train_dpo": ("trainer make_demo", f"trainer dpo {DEMO}/pairs.jsonl --apply_chat_template --max_steps 5"),
     "train_dpo --online": (
         "trainer make_demo",
         f"trainer dpo --online {DEMO}/prompts.jsonl --label_key label --reward_func exact_match",
@@ -69,10 +57,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "trainer rm --max_steps 5 --output_dir runs/rm",
         "trainer serve_rm --reward_pretrain runs/rm/model --port 8000",
     ),
-    "serve_train": (
-        "trainer make_demo",
-        "trainer serve_train --pretrain demo/model --lora_rank 32 --port 8002",
-    ),
+    "serve_train": ("trainer make_demo", "trainer serve_train --pretrain demo/model --lora_rank 32 --port 8002"),
     "verify_run": (
         "trainer sft --max_steps 5 --certificate --output_dir runs/certified",
         "trainer verify_run runs/certified --certify 2",

@@ -102,8 +102,7 @@ class RolloutArguments:
         type="NonNegativeFloat",
     )
     rollouts_from: Optional[str] = arg(
-        None,
-        "take responses and scores from this rollouts.jsonl; only evaluation then generates and scores",
+        None, "take responses and scores from this rollouts.jsonl; only evaluation then generates and scores"
     )
     dynamic_filtering: bool = arg(False, "replace prompts whose responses all have the same score")
     dynamic_filtering_range: Optional[list[float]] = arg(

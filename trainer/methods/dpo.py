@@ -7,13 +7,7 @@ import torch
 from trainer.comma_separated import names_in
 from trainer.datasets.batches.packing import IGNORE
 from trainer.models.lora import fixed_model
-from trainer.models.losses.preference_loss import (
-    PAIR_LOSSES,
-    AnswerLogProbs,
-    LogRatios,
-    PreferenceOptions,
-    pair_losses,
-)
+from trainer.models.losses.preference_loss import PAIR_LOSSES, AnswerLogProbs, LogRatios, PreferenceOptions, pair_losses
 from trainer.models.losses.sequence_sums import counts_here, sum_by_sequence
 from trainer.models.losses.token_losses import label_log_probs
 

@@ -125,9 +125,7 @@ def _named_head(source: str, weight_map: dict[str, str], prefix: str, config) ->
         known = ", ".join(key.removesuffix(".weight") for key in weight_map if not key.startswith("model."))
         found = f"{HEAD} exists as well" if name in weight_map else f"no {name} in {source}"
         raise UserError(
-            "--value_head_prefix",
-            found,
-            f"score (the default; created if it is missing){', ' * bool(known)}{known}",
+            "--value_head_prefix", found, f"score (the default; created if it is missing){', ' * bool(known)}{known}"
         )
     with safe_open(os.path.join(source, weight_map[name]), framework="pt") as weights:
         head = weights.get_tensor(name).float()

@@ -20,13 +20,7 @@ from trainer.errors import Failed, UserError
 PAUSES = (0.5, 1.0)  # seconds before the second and the third try
 RETRIED = (408, 425, 429)  # 4xx statuses after which the same request may succeed later
 # errors of a connection or of a time limit; those of packages by name, as no package need be there
-OF_PYTHON = (
-    ConnectionError,
-    TimeoutError,
-    http.client.HTTPException,
-    urllib.error.URLError,
-    socket.gaierror,
-)
+OF_PYTHON = (ConnectionError, TimeoutError, http.client.HTTPException, urllib.error.URLError, socket.gaierror)
 OF_PACKAGES = {
     *("requests.ConnectionError", "requests.Timeout", "requests.ChunkedEncodingError", "httpx.TransportError"),
     *("aiohttp.ClientConnectionError", "aiohttp.ClientPayloadError", "openai.APIConnectionError"),

@@ -9,13 +9,7 @@ from typing import Optional
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GgufConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GgufConfig
 
 from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints.piece_index import INDEX as PIECES

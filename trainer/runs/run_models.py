@@ -126,11 +126,7 @@ def shard_model(
     if flags.compile:
         compile_layers(model)
     optimizer = strategy.create_optimizer(
-        model,
-        lr=optim.learning_rate,
-        betas=optim.adam_betas,
-        eps=optim.adam_eps,
-        weight_decay=optim.weight_decay,
+        model, lr=optim.learning_rate, betas=optim.adam_betas, eps=optim.adam_eps, weight_decay=optim.weight_decay
     )
     if tower_lr:
         set_learning_rate(optimizer, model, tower_lr)

@@ -29,10 +29,8 @@ TORCHTITAN = re.compile(r"\bstep:\s*(\d+)\s+loss:\s*(\S+)(?:.*?grad_norm:\s*([-+
 VERL = re.compile(r"\bstep:(\d+) - (.*)")
 HF_DICT = re.compile(r"\{'loss': .*?\}")
 NEMO_STEP, NEMO_LOSS = re.compile(r"=+ Step (\d+)/\d+ =+"), re.compile(r"• Loss: (\S+)")
-WANDB_BLOCK, WANDB_HEADER = (
-    32768,
-    7,
-)  # LevelDB's log format: https://github.com/google/leveldb/blob/main/doc/log_format.md
+# LevelDB's log format: https://github.com/google/leveldb/blob/main/doc/log_format.md
+WANDB_BLOCK, WANDB_HEADER = 32768, 7
 
 
 def read_foreign(path: Path) -> dict[int, dict] | None:

@@ -46,6 +46,9 @@ OVERRIDES = {
 
 IMAGES = "a model of images and text; its text part has a row of its own"
 ENCODER = "an encoder, or the decoder of an encoder-decoder model: not trained as a causal language model"
+ENCODERS = """bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text
+    electra ernie marian mbart megatron-bert mvp pegasus plbart prophetnet rembert roberta roberta-prelayernorm
+    roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod"""
 SKIPPED = {
     **dict.fromkeys(("mllama", "llama4", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "gemma3", "gemma3n", "gemma4"), IMAGES),
     **dict.fromkeys(("gemma4_unified", "phi4_multimodal", "emu3", "got_ocr2", "fuyu"), IMAGES),
@@ -66,41 +69,7 @@ SKIPPED = {
     "cpmant": "its mask wants padding on the left: not trained",
     "git": "a model of images and text",
     "reformer": "its hashing attention draws random numbers in every pass",
-    **dict.fromkeys(
-        [
-            "bart",
-            "bert",
-            "bert-generation",
-            "big_bird",
-            "bigbird_pegasus",
-            "blenderbot",
-            "blenderbot-small",
-            "camembert",
-            "data2vec-text",
-            "electra",
-            "ernie",
-            "marian",
-            "mbart",
-            "megatron-bert",
-            "mvp",
-            "pegasus",
-            "plbart",
-            "prophetnet",
-            "rembert",
-            "roberta",
-            "roberta-prelayernorm",
-            "roc_bert",
-            "roformer",
-            "trocr",
-            "whisper",
-            "xlm",
-            "xlm-roberta",
-            "xlm-roberta-xl",
-            "xlnet",
-            "xmod",
-        ],
-        ENCODER,
-    ),
+    **dict.fromkeys(ENCODERS.split(), ENCODER),
 }
 
 

@@ -37,15 +37,7 @@ LOSS_WORDS = re.compile(
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thought")
 MORE_THOUGHTS = ("reasoning_details", "thoughts", "chain_of_thought", "cot")  # that no template reads
 # keys that would change the text or the loss: never merely named
-REFUSED_KEYS = {
-    "prefix",
-    "refusal",
-    "image",
-    "images",
-    "video",
-    "videos",
-    "audio",
-}
+REFUSED_KEYS = {"prefix", "refusal", "image", "images", "video", "videos", "audio"}
 REFUSED_KEYS |= {"audios", "files", "documents", "tools", "functions", *THOUGHTS, *MORE_THOUGHTS}
 EMPTY = (False, "", [])  # values of a key that say nothing
 IGNORE = "--ignore_columns"

@@ -19,14 +19,7 @@ from trainer.errors import UserError
 # Raise this number if the same seed would give other bytes: an older folder must not be used as a newer one.
 GENERATOR_VERSION = 1
 
-NUM_ROWS = {
-    "sft": 4000,
-    "sft_eval": 200,
-    "pairs": 2000,
-    "pairs_eval": 200,
-    "prompts": 2000,
-    "prompts_eval": 200,
-}
+NUM_ROWS = {"sft": 4000, "sft_eval": 200, "pairs": 2000, "pairs_eval": 200, "prompts": 2000, "prompts_eval": 200}
 # Mixed lengths: short lists are soon right, long ones stay wrong for hundreds of steps. So RL always has a signal.
 MIN_DIGITS, MAX_DIGITS = 4, 12
 

@@ -123,9 +123,7 @@ def process_images(processor, nested: list[list]) -> tuple[dict, list[str]]:
     """
     images, *_ = processor.prepare_inputs_layout(images=nested, text=None)
     options = processor._merge_kwargs(
-        processor.valid_processor_kwargs,
-        tokenizer_init_kwargs=processor.tokenizer.init_kwargs,
-        return_tensors="pt",
+        processor.valid_processor_kwargs, tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="pt"
     )["images_kwargs"]
     tensors, replacements = processor._process_images(images, **options)
     unused = {"rows", "cols", *processor.unused_input_names}  # rows, cols: Idefics3 drops them in its own way

@@ -11,12 +11,7 @@ from trainer.datasets.batches.packing import collate_packed, collate_padded
 from trainer.datasets.conversations.messages import TRAIN, tools_of
 from trainer.datasets.conversations.rendering import chat_template
 from trainer.datasets.conversations.templates import arguments_of_row, notes_of_template, render_chat
-from trainer.datasets.conversations.tokens import (
-    NO_TURN,
-    notes_of_prompt,
-    prompt_and_answer,
-    whole_text,
-)
+from trainer.datasets.conversations.tokens import NO_TURN, notes_of_prompt, prompt_and_answer, whole_text
 from trainer.datasets.conversations.turn_ends import TurnEnds, openings_of, trained_ends, turn_ends
 from trainer.datasets.samples.ledger import Ledger, keep, ledger_of
 from trainer.datasets.samples.stops import check_stops

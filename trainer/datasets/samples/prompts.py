@@ -15,12 +15,7 @@ from trainer.datasets.conversations.lost_characters import note_lost
 from trainer.datasets.conversations.messages import tools_of
 from trainer.datasets.conversations.rendering import chat_template, note_of_choice
 from trainer.datasets.conversations.templates import arguments_of_row, render_prompt
-from trainer.datasets.conversations.tokens import (
-    TOKENIZER_VERSION,
-    digest_of,
-    prompt_tokens,
-    tokenizer_state,
-)
+from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, prompt_tokens, tokenizer_state
 from trainer.datasets.conversations.turn_ends import openings_of
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, kind_of, lookup, text_value, within

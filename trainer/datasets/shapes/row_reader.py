@@ -26,14 +26,7 @@ from trainer.datasets.shapes.columns import (
 )
 from trainer.datasets.shapes.loss_columns import is_trained
 from trainer.datasets.shapes.notes import Notes
-from trainer.datasets.shapes.prompt_part import (
-    PromptPart,
-    all_text,
-    calls_of,
-    has_name,
-    is_answer,
-    without_keys,
-)
+from trainer.datasets.shapes.prompt_part import PromptPart, all_text, calls_of, has_name, is_answer, without_keys
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.reading import RENDERED, Found, Reading, after, answer_of, has_turns, prompt_of
 from trainer.datasets.shapes.row_refusals import (

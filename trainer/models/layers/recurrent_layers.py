@@ -60,9 +60,7 @@ def known_layers(config) -> set[str]:
 
 
 def restart_at_documents(
-    model: torch.nn.Module,
-    sp_group: Optional[dist.ProcessGroup] = None,
-    tp_group: Optional[dist.ProcessGroup] = None,
+    model: torch.nn.Module, sp_group: Optional[dist.ProcessGroup] = None, tp_group: Optional[dist.ProcessGroup] = None
 ) -> None:
     """Make the mixers of a transformers model restart at packed documents, and see whole sequences if `sp_group` splits
     them. Heads are sharded over both groups. This changes the `forward` of modules in place, and nothing in a model

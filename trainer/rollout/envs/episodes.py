@@ -134,12 +134,7 @@ def continue_episodes(
 
 
 def _play_freely(
-    environments: Environments,
-    engine,
-    asked: list[tuple[int, dict]],
-    sampling: Sampling,
-    seed: int,
-    rollout: int,
+    environments: Environments, engine, asked: list[tuple[int, dict]], sampling: Sampling, seed: int, rollout: int
 ) -> list[Episode]:
     """Play an episode of each (number, prompt) to its end. Each one goes on when its own step is done.
 

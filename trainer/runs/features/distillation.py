@@ -80,10 +80,7 @@ def add_teacher_loss(run) -> None:
 
 
 TEACHER = Feature(
-    "teacher",
-    lambda run: run.method.command == "train_kd",
-    before_data=open_teacher,
-    with_loss=add_teacher_loss,
+    "teacher", lambda run: run.method.command == "train_kd", before_data=open_teacher, with_loss=add_teacher_loss
 )
 
 
@@ -176,11 +173,7 @@ def as_row(sample, number: int, ends: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _write(max_len: int, tokenizer, samples: list[dict[str, Any]], target: str) -> None:
-    unset = dict.fromkeys(OPTIONS) | {
-        "train_on": "last",
-        "apply_chat_template": False,
-        "pretrain_mode": False,
-    }
+    unset = dict.fromkeys(OPTIONS) | {"train_on": "last", "apply_chat_template": False, "pretrain_mode": False}
     shutil.rmtree(target, ignore_errors=True)
     rows = datasets.Dataset.from_list(samples, features=sft_features())
     write_prepared(rows, tokenizer, unset | {"max_len": max_len}, {}, target)

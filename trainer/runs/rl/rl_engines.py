@@ -136,11 +136,7 @@ def build_environments(run) -> Environments:
     if flags.env_key:
         check_choice(flags.env_key, sources, {"--eval_dataset": run.eval_samples, "--dataset": run.samples})
     box = Box(
-        flags.env_memory_mb,
-        flags.env_processes,
-        flags.env_disk_mb,
-        flags.env_cpu_seconds,
-        tuple(flags.env_paths or ()),
+        flags.env_memory_mb, flags.env_processes, flags.env_disk_mb, flags.env_cpu_seconds, tuple(flags.env_paths or ())
     )
     for name, source in sources.items():
         if flags.env_sandbox:
