@@ -10,9 +10,8 @@ import pytest
 from launch import ROOT, run_process
 from transformers import FalconH1Config, GptOssConfig
 
-from trainer.compare.machines.forked_ranks import Ending
 from trainer.compare.zoo.check_model import LAYOUTS, LEFT_OUT
-from trainer.compare.zoo.zoo_rl import MAX_ROLLOUT_KL, RL, judge_rl
+from trainer.compare.zoo.zoo_own import MAX_ROLLOUT_KL, RL, judge_rl
 from trainer.datasets.demos.demo import make_demo
 
 # The same command on a trainer with a planted fault: every loss counts one percent too much.
@@ -101,7 +100,7 @@ def test_an_engine_with_other_log_probs_is_wrong(tmp_path, kl, verdict):
     (tmp_path / "rl").mkdir()
     rows = [{"event": "start"}, {"step": 1, "rollout_kl": kl}]
     (tmp_path / "rl/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert judge_rl(RL, Ending("done", "", 1.0), tmp_path)[0] == verdict
+    assert judge_rl(RL, tmp_path)[0] == verdict
 
 
 def test_the_page_lists_every_run():

@@ -27,8 +27,7 @@ from trainer.datasets.batches.sequence_split import zigzag_shard
 from trainer.errors import UserError
 from trainer.exact import exact_products, self_test, split_rows
 from trainer.exact.exact_adamw import ExactAdamW, with_single_roundings
-from trainer.exact.exact_gradients import ExactGradients
-from trainer.exact.exact_losses import with_exact_sums
+from trainer.exact.exact_gradients import ExactGradients, add_within_modules_first
 from trainer.exact.exact_reduction import flat_cut
 from trainer.exact.exact_sums import (
     GRADIENT_GRID,
@@ -38,9 +37,9 @@ from trainer.exact.exact_sums import (
     on_loss_grid,
     sum_of_squares,
     to_grid,
+    with_exact_sums,
 )
 from trainer.exact.fixed_tree import num_pieces, tree_sum
-from trainer.exact.graph_order import add_within_modules_first
 from trainer.exact.sample_sums import Change, change_between, sums_of
 from trainer.exact.split_rows import SplitRows, give_whole_rows
 from trainer.flags.rule import UNKNOWN, defaults_of, first_broken

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
-from trainer.runs.rl.online_checks import check
 from trainer.runs.rl.online_dpo import train
+from trainer.runs.rl.rl_checks import check_online
 
 STEPS, PROMPTS, EACH, BATCH, BETA, RATE = 5, 4, 4, 2, 0.5, 2e-3
 # many ties, so that they are seen to have no loss
@@ -124,4 +124,4 @@ def test_what_is_logged(folder):
 def test_flags_that_do_not_fit_are_refused(flags):
     line = ["--online", "--pretrain", "m", "--dataset", "d", "--reward_func", "math", "--label_key", "l"]
     with pytest.raises(UserError, match=re.escape(flags[0])):
-        train(check([*line, "--n_samples_per_prompt", "2", *flags]))
+        train(check_online([*line, "--n_samples_per_prompt", "2", *flags]))

@@ -14,9 +14,9 @@ from trainer.errors import UserError
 from trainer.models.attention.choice import resolve_attention
 from trainer.models.losses.sequence_sums import sum_by_sequence
 from trainer.models.reward import make_initial_reward_model, return_token_scores, token_scores
-from trainer.reports.score_plot import plot_scores
 from trainer.rollout.micro_batches import collate_samples
 from trainer.rollout.rewards.model_scorer import ModelScorer
+from trainer.runs.reward_model_runs import plot_scores
 
 
 def save_with_head(folder, name: str, head: torch.Tensor) -> str:

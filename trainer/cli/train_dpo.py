@@ -12,7 +12,7 @@ from trainer.flags.names.sources import naming_sources
 from trainer.flags.parse_flags import parse_or_demo
 from trainer.flags.preference_flags import DPOArguments
 from trainer.runs.flag_checks import check_files_of, check_flags
-from trainer.runs.rl import online_checks
+from trainer.runs.rl.rl_checks import check_online
 from trainer.runs.start_line import begin
 
 COMMAND = "train_dpo"
@@ -27,7 +27,7 @@ def parse(argv: list[str]) -> tuple[DPOArguments, bool]:
 def check(argv: list[str]):
     """`parse`, and the checks that need no torch."""
     if "--online" in argv:
-        args = online_checks.check(argv)
+        args = check_online(argv)
         check_files_of(args)
         return args
     args, is_demo = parse(argv)

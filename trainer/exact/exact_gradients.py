@@ -104,3 +104,23 @@ class ExactGradients:
 def clip_coefficient(norm: float, max_norm: float) -> float:
     """Return min(1, max_norm / (norm + 1e-6)), the coefficient of torch and of DeepSpeed. Without `max_norm`, 1."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+
+
+def add_within_modules_first(model: torch.nn.Module) -> None:
+    """Let every module see aliases of its inputs. Of a tensor, uses in one module are then added up before others.
+
+    Autograd adds gradients in the order in which they arrive. Backends put nodes of their own at the borders of modules:
+    then all that arrives from within a module is added first, else not. So here each module has such nodes, on every layout.
+    """
+    for module in model.modules():
+        module.register_forward_pre_hook(_aliases, with_kwargs=True)
+
+
+def _aliases(_module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return tuple(map(_alias, args)), {name: _alias(value) for name, value in kwargs.items()}
+
+
+def _alias(value):
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        return value.view_as(value)
+    return tuple(map(_alias, value)) if type(value) is tuple else value

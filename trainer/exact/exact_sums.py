@@ -1,8 +1,11 @@
 """Sums that do not depend on their order: addends are rounded to a grid, and sums of whole multiples of it are exact."""
 
 import math
+from collections.abc import Callable
 
 import torch
+
+from trainer.metrics import MetricSum
 
 GRADIENT_GRID = 2.0**-48  # of a mean gradient; below it, Adam's eps of 1e-8 hides any difference
 GRADIENT_LIMIT = 2.0**15  # 63 bits hold sums up to here
@@ -59,3 +62,24 @@ def on_loss_grid(value: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         rounding = exact.div(LOSS_GRID).round_().mul_(LOSS_GRID).sub_(exact)
     return exact + rounding
+
+
+def with_exact_sums(loss_fn: Callable) -> Callable:
+    """Return `loss_fn` with its sum and its metrics rounded to a grid, in fp64. So they add up exactly in any order.
+
+    Values of tokens are rounded too: ranks that split a sample add up to the same sum as one rank. Losses do it with the
+    function `rounded` of the micro-batch.
+    """
+
+    def loss(model, micro_batch: dict) -> tuple:
+        micro_batch["rounded"] = on_loss_grid
+        total, count, *metrics = loss_fn(model, micro_batch)
+        return on_loss_grid(total), count, *({name: _rounded(value) for name, value in m.items()} for m in metrics)
+
+    return loss
+
+
+def _rounded(value):
+    if isinstance(value, MetricSum):
+        return value.with_parts([on_loss_grid(part.detach()) for part in value.parts()])
+    return on_loss_grid(value.detach())

@@ -2,6 +2,9 @@
 
 import os
 
+import torch
+from matplotlib.figure import Figure
+
 from trainer.datasets.conversations.turn_ends import ENDS_WITH_EOS
 from trainer.datasets.samples.preference import ENDED
 from trainer.distributed.collectives import rank_0_alone
@@ -10,7 +13,6 @@ from trainer.methods.rm import evaluation_scores, make_reward_loss
 from trainer.model_folders.model_folder import unwrapped
 from trainer.models.losses.preference_loss import REWARD_LOSSES
 from trainer.models.reward import make_initial_reward_model, return_token_scores
-from trainer.reports.score_plot import plot_scores
 
 
 def initial_folder(run) -> str:
@@ -42,3 +44,19 @@ def note_scores(run) -> None:
     config.reward_mean, config.reward_std = scores.mean().item(), scores.std(correction=0).item()
     if strategy.is_rank_0():
         plot_scores(*scores.unbind(1), os.path.join(run.output_dir, "reward_histogram.png"))
+
+
+def plot_scores(chosen: torch.Tensor, rejected: torch.Tensor, path: str) -> None:
+    """Write a PNG file with histograms of both sides' scores (n,) over the same bins, and with their means."""
+    figure = Figure(figsize=(7, 4))  # not by pyplot: no global state, no display
+    axes = figure.add_subplot()
+    low, high = torch.cat([chosen, rejected]).aminmax()
+    bins = torch.linspace(low.item(), max(high.item(), low.item() + 1e-6), 41).tolist()
+    for name, scores, color in (("chosen", chosen, "tab:green"), ("rejected", rejected, "tab:red")):
+        axes.hist(scores.tolist(), bins=bins, alpha=0.5, color=color, label=f"{name}, mean {scores.mean().item():.3g}")
+        axes.axvline(scores.mean().item(), color=color, linewidth=1)
+    accuracy = (chosen > rejected).double().mean().item()
+    axes.set(xlabel="reward", ylabel="answers", title=f"{len(chosen)} evaluation pairs, accuracy {accuracy:.3f}")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

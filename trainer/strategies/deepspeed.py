@@ -39,7 +39,6 @@ from trainer.strategies.four_bits import load_in_4_bits
 from trainer.strategies.on_deepspeed import (
     autotp,
     autotp_layers,
-    given_gradients,
     zero_0,
     zero_gradients,
     zero_loading,
@@ -162,7 +161,7 @@ class DeepspeedStrategy:
         engine, wrapped, _, _ = initialize(model=model, optimizer=optimizer, config=config)
         if self.options.exact:
             fix_products(model, kinds, self.meshes.params["tp"], self.exact.split)
-            given_gradients.without_leaf_hooks(wrapped)
+            zero_gradients.without_leaf_hooks(wrapped)
         self._note_reached(model)
         if self.options.adam_offload and self.zero_stage < 3:
             zero_gradients.read_together(wrapped)
@@ -249,7 +248,7 @@ class DeepspeedStrategy:
         """
         if self.exact:
             trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
-            with given_gradients.only_autograd(model):
+            with zero_gradients.only_autograd(model):
                 self.exact.add(loss_sum, trained, num_targets)
             if is_last:
                 cut = flat_cut if self._takes_parts else None
@@ -276,7 +275,7 @@ class DeepspeedStrategy:
         if math.isfinite(norm):
             for grad in grads.values():
                 grad.mul_(clip_coefficient(norm, self.options.max_norm))
-            given_gradients.set_gradients(model, grads, self.zero_stage, self._takes_parts)
+            zero_gradients.set_gradients(model, grads, self.zero_stage, self._takes_parts)
             model.step()
             scheduler.step()
         return norm

@@ -31,16 +31,15 @@ from trainer.compare.runs.many_runs import run_here
 from trainer.compare.runs.matrix import Configuration
 from trainer.compare.runs.parity import Comparison, Thresholds, compare_runs
 from trainer.compare.zoo.tiny import randomize
-from trainer.compare.zoo.zoo_exact import EXACT, EXACT_SPLIT, judge_exact, run_exact
 from trainer.compare.zoo.zoo_models import SKIPPED, tiny_config, zoo_names
-from trainer.compare.zoo.zoo_rl import RL, judge_rl, run_rl
+from trainer.compare.zoo.zoo_own import EXACT, EXACT_SPLIT, RL, judge_exact, judge_rl, run_exact, run_rl
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.help_texts import OneLineParser
 from trainer.reports.dump_files import WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[3]
-# cells that train and judge in their own way: run(cell, flags, folder, timeout), judge(cell, ending, folder)
+# cells that train and judge in their own way: run(cell, flags, folder, timeout), judge(cell, folder)
 OWN = {RL: (run_rl, judge_rl), EXACT: (run_exact, judge_exact), EXACT_SPLIT: (run_exact, judge_exact)}
 THRESHOLDS = Thresholds(loss=1e-5, grad_norm=1e-4, dump=1e-4)
 FSDP2, DEEPSPEED = ("--backend", "fsdp2"), ("--backend", "deepspeed", "--zero_stage")
@@ -290,7 +289,9 @@ def _train(configuration: Configuration, run: str, folder: Path, timeout: float)
 def _judge(configuration: Configuration, run: str, reference: Ending, ending: Ending, folder: Path, timeout: float):
     """(verdict, note): pass, refused, wrong, crash, or unchecked where the plain loop fails."""
     if configuration in OWN:
-        return OWN[configuration][1](configuration, ending, folder)
+        if ending.kind != "done":
+            return ("refused" if ending.kind == "refused" else "crash"), ending.text
+        return OWN[configuration][1](configuration, folder)
     if reference.kind != "done" and ending.kind == "done":
         return "unchecked", f"it runs, and the plain loop fails: {reference.text}"
     verdict, note = judge_run(run, ending, folder, _reference_name(_adapter_flags(configuration)))

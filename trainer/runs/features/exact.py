@@ -1,7 +1,7 @@
 """`--exact` in a run: single samples as micro-batches, exact sums of losses, and a test that this machine keeps bits."""
 
-from trainer.exact.exact_losses import with_exact_sums
-from trainer.exact.graph_order import add_within_modules_first
+from trainer.exact.exact_gradients import add_within_modules_first
+from trainer.exact.exact_sums import with_exact_sums
 from trainer.exact.self_test import ask_for_fixed_kernels, self_test
 from trainer.flags.parse_flags import with_flags
 from trainer.models.cpu_matmul import chosen

@@ -59,7 +59,7 @@ def make_updates(run: RLRun) -> Callable:
 
 
 def train(args: OnlineDPOArguments) -> None:
-    """A run on these flags, which `online_checks.check` has checked."""
+    """A run on these flags, which `check_online` has checked."""
     refuse("train_dpo --online", args, **check_losses(args.preference))
     method = RLMethod(COMMAND, make_pairs_of, make_updates, per_prompt=1, rules="train_dpo --online", own_flags=args)
     rl_run.train(as_ppo(args), method=method)

@@ -8,6 +8,8 @@ from trainer.comma_separated import names_in, names_to_check
 from trainer.datasets.shapes.references import lack_references
 from trainer.errors import UserError
 from trainer.flags.data_rules import has_evaluation
+from trainer.flags.generating_flags import OnlineDPOArguments
+from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.rl_flags import (
     EnvironmentArguments,
     EvaluationArguments,
@@ -137,3 +139,25 @@ def check_bounds(flag: str, bounds: list[float] | None) -> None:
     """Raise UserError if the first bound is not below the second, or one is not finite."""
     if bounds and not -math.inf < bounds[0] < bounds[1] < math.inf:
         raise UserError(flag, f"{bounds[0]:g} {bounds[1]:g}", "a lower and a higher bound")
+
+
+def parse_online(argv: list[str]) -> OnlineDPOArguments:
+    """The flags of `train_dpo --online`."""
+    args = parse_arguments(OnlineDPOArguments, "train_dpo --online", argv)
+    for flag, value in (("--pretrain", args.model.pretrain), ("--dataset", args.data.dataset)):
+        if value is None:
+            raise UserError(flag, "missing", "a path or hub name; --online has no demo")
+    return args
+
+
+def check_online(argv: list[str]) -> OnlineDPOArguments:
+    """`parse_online`, and the checks that need no torch. Raises UserError for flags that do not go together."""
+    args = parse_online(argv)
+    if not args.preference.online:
+        raise UserError("--online", "false", "leave it out")
+    check_flags("train_dpo --online", args, eval_metrics(args.evaluation), **facts_of_rollouts(args))
+    check_rollouts(args.rollout)
+    check_batch(args.batch.train_batch_size, args.rollout, 1, "pairs")
+    has_other_scores = args.rollout.rollouts_from and not has_evaluation(args.data)
+    check_rewards(args.scores, args.environment, needs_source=not has_other_scores)
+    return args
