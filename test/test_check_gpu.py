@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launch import ROOT, run_process
 
-from trainer.compare.machines.check_gpu import PARTS, Feature, _judged, write_section
+from scripts.check_gpu import PARTS, Feature, _judged, write_section
 
 LIMIT = 1500  # seconds of all parts on a busy machine; they take 160 s of CPU
 
@@ -20,6 +20,7 @@ def script(tmp_path) -> list[str]:
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts/check_gpu.sh", tmp_path / "scripts")
     (tmp_path / "scripts/setup_env.sh").write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
+    os.symlink(ROOT / "scripts/check_gpu.py", tmp_path / "scripts/check_gpu.py")
     os.symlink(ROOT / "trainer", tmp_path / "trainer")
     return ["bash", str(tmp_path / "scripts/check_gpu.sh")]
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from launch import ROOT
 
-from trainer.compare import certify_versions
+from scripts import certify_versions
 from trainer.planning.doctor_packages import certified
 from trainer.planning.versions import card_of, certified_line, digest, read_cards, table
 

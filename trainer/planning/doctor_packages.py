@@ -80,7 +80,7 @@ def fitting() -> Finding:
 def certified() -> Finding:
     """Whether the checks of a run passed with the installed versions; see docs/certificates.md."""
     good, line = certified_line(installed(), read_cards())
-    cure = "" if good else "python -m trainer.compare.certify_versions --python " + sys.executable
+    cure = "" if good else f"in a clone: python scripts/certify_versions.py --python {sys.executable}"
     return Finding("certified", "ok" if good else "note", line, cure)
 
 

@@ -1,4 +1,4 @@
-"""Which versions of the libraries are certified: the cards that `python -m trainer.compare.certify_versions` wrote."""
+"""Which versions of the libraries are certified: the cards that `scripts/certify_versions.py` wrote."""
 
 import contextlib
 import hashlib

@@ -1,7 +1,7 @@
 """Do these versions of the libraries train right? Make an environment with them, run the checks, write a card.
 
-  python -m trainer.compare.certify_versions torch==2.15.0 transformers==5.24.0
-  python -m trainer.compare.certify_versions --python ENVIRONMENT/bin/python         an environment that exists already
+  python scripts/certify_versions.py torch==2.15.0 transformers==5.24.0
+  python scripts/certify_versions.py --python ENVIRONMENT/bin/python         an environment that exists already
 
 The checks are: a part of the zoo in every layout, `check` on the demo, a quick parity matrix of both backends, and the
 stock chat templates. A card is a JSON file in trainer/planning/cards, with its sha256. `doctor` and the first lines of a
@@ -27,17 +27,11 @@ from trainer.errors import UserError
 from trainer.help_texts import OneLineParser
 from trainer.planning.versions import CARDS, LIBRARIES, certified_line, digest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 MODELS = ["llama", "qwen2", "qwen3", "gemma3_text", "mistral", "qwen3_moe", "deepseek_v3", "qwen3_next"]
 RECORDED = (*LIBRARIES, "peft", "datasets", "tokenizers", "safetensors", "numpy")
-MORE = (
-    "peft",
-    "pytest",
-    "hypothesis",
-    "trl",
-    "math-verify",
-    "sentencepiece",
-)  # what the checks need beside the trainer's own
+# what the checks need beside the trainer's own
+MORE = ("peft", "pytest", "hypothesis", "trl", "math-verify", "sentencepiece")
 TEMPLATES = ("test/datasets/test_stock_templates.py", "test/datasets/test_templates.py")
 
 
@@ -68,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser("python -m trainer.compare.certify_versions", description=__doc__)
+    parser = OneLineParser("python scripts/certify_versions.py", description=__doc__)
     parser.add_argument("packages", nargs="*", metavar="PACKAGE==VERSION", help="versions to certify")
     parser.add_argument("--python", metavar="PATH", help="interpreter of an environment that exists")
     parser.add_argument("--folder", default="runs/versions", metavar="DIR", help="environment, logs and results")

@@ -37,7 +37,7 @@ from trainer.errors import UserError
 from trainer.help_texts import OneLineParser
 from trainer.planning.predicted_memory import predict
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 PART_SECONDS = 600
 KERNEL_TESTS = ("test_cuda_kernels.py", "test_flash.py", "test_signatures.py")
 PARITY = r"^(fsdp2|deepspeed-z[0-3])-(\dr-mb4|tp2|sp2|dp2-tp2|dp2-sp2|hsdp2x2|dp2-tp2-sp2)(-packed)?$"
