@@ -137,7 +137,7 @@ def zoo(python: str, folder: Path, models: list[str]) -> dict:
     """{"models", "verdicts": {word: cells}, "not_passing": {"model cell": note}}"""
     result = folder / "zoo.json"
     result.unlink(missing_ok=True)
-    run([python, "-m", "trainer.compare.zoo", "--output", str(result), "--models", *models], folder / "zoo.log")
+    run([python, "-m", "scripts.zoo", "--output", str(result), "--models", *models], folder / "zoo.log")
     rows = read(result)["models"] if result.exists() else {}
     cells = {f"{name} {cell}": found for name, row in rows.items() for cell, found in row["cells"].items()}
     verdicts = Counter(cell["verdict"] for cell in cells.values())

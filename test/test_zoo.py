@@ -8,8 +8,8 @@ import pytest
 from launch import ROOT, run_process
 from unusual_configs import UNUSUAL
 
+from scripts.zoo_models import SETTINGS, SKIPPED, tiny_config, zoo_names
 from trainer.compare.zoo.tiny import shrink
-from trainer.compare.zoo.zoo_models import SETTINGS, SKIPPED, tiny_config, zoo_names
 
 # One of each kind: biased, sparse, gated linear attention, latent attention, sliding, state space, fused. The command
 # `python -m trainer.compare.zoo` runs all of them.
@@ -50,7 +50,7 @@ def test_every_model_of_the_zoo_is_found_by_a_published_name():
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("zoo")
     results, page = str(folder / "models.json"), str(folder / "models.md")
-    command = [sys.executable, "-m", "trainer.compare.zoo", "--output", results, "--jobs", "2"]
+    command = [sys.executable, "-m", "scripts.zoo", "--output", results, "--jobs", "2"]
     command += ["--models", *MODELS, "--configurations", *CONFIGURATIONS]
     code, output = run_process(command, timeout=600)
     assert code == 0, output[-6000:]

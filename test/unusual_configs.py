@@ -376,5 +376,5 @@ def unusual_config(name: str):
     return CONFIG_MAPPING[model_type](**sizes, **{key: value for key, value in settings.items() if key in kept})
 
 
-# what `python -m trainer.compare.zoo --configs` reads: {name: (what is unusual, function that makes the config)}
+# what `python -m scripts.zoo --configs` reads: {name: (what is unusual, function that makes the config)}
 CONFIGS = {name: (about, functools.partial(unusual_config, name)) for name, (about, _, _) in UNUSUAL.items()}

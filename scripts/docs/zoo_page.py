@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from trainer.compare.zoo.zoo import CONFIGURATIONS, read_results
-from trainer.compare.zoo.zoo_models import SKIPPED
+from scripts.zoo import read_results
+from scripts.zoo_models import SKIPPED
+from trainer.compare.zoo.zoo import CONFIGURATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 # family: {model_type: published models, as people search for them}
@@ -18,7 +19,7 @@ FAMILIES = json.loads(Path(__file__).with_name("zoo_families.json").read_text())
 SHOWN = {"pass": "yes", "refused": "no", "wrong": "**wrong**", "crash": "**crash**", "unchecked": "(yes)"}
 HEAD = """# Which models can it train?
 
-<!-- written by scripts/docs/zoo_page.py from the results of python -m trainer.compare.zoo; do not edit -->
+<!-- written by scripts/docs/zoo_page.py from the results of python -m scripts.zoo; do not edit -->
 
 Search this page for the name of your model. A model of another name belongs to the row of its `model_type`, which is in its
 `config.json`.
@@ -58,8 +59,8 @@ some models or cells replaces only their results. The last command writes this p
 <!-- slow: a run of every model takes more than an hour -->
 
 ```bash
-python -m trainer.compare.zoo
-python -m trainer.compare.zoo --models qwen3 mamba2 --configurations ring2 lora --work_dir runs/zoo
+python -m scripts.zoo
+python -m scripts.zoo --models qwen3 mamba2 --configurations ring2 lora --work_dir runs/zoo
 python scripts/docs/zoo_page.py
 ```
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from scripts.zoo_models import tiny_config
 from trainer.cli import export, train_sft
 from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
 from trainer.compare.zoo.tiny import randomize
-from trainer.compare.zoo.zoo_models import tiny_config
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.model_folders.model_folder import SafetensorsFolder

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from scripts.zoo import run_zoo
 from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
 from trainer.compare.runs.dumps import compare_files, global_norm
 from trainer.compare.runs.logs import read_run
@@ -151,7 +152,7 @@ def main(folder: Path, parts: list[str], resumed: list[str]) -> None:
     for part in parts:
         models, cells = (names.split(",") for names in part.split(":"))
         zoo.SAVED_RUN = cells[0]
-        for name, row in zoo.run_zoo(models, cells, folder, timeout=120, jobs=1):
+        for name, row in run_zoo(models, cells, folder, timeout=120, jobs=1):
             assert not row["problem"], row["problem"]
             for cell in (cell for cell in row["cells"] if cell != zoo.SAVE and "lora" not in cell):
                 runs = (folder / name / run / "parity" for run in ("reference", cell))

@@ -10,7 +10,7 @@ from launch import ROOT, run_process
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from trainer.compare.zoo.zoo_models import tiny_config
+from scripts.zoo_models import tiny_config
 from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.errors import UserError
 from trainer.model_parallel import expert_parallel

@@ -8,7 +8,7 @@ from tiny_models import make_model
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
-from trainer.compare.zoo.zoo_models import tiny_config
+from scripts.zoo_models import tiny_config
 from trainer.datasets.batches.packing import collate_packed, collate_padded, model_inputs
 from trainer.errors import UserError
 from trainer.model_parallel.expert_parallel import forward_of_part

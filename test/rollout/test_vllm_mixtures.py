@@ -20,8 +20,8 @@ from rollout.test_vllm_server import serving
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts.zoo_models import tiny_config
 from trainer.compare.runs.launch import free_port
-from trainer.compare.zoo.zoo_models import tiny_config
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.rollout.engines.hf import HFEngine

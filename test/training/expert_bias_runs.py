@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from scripts.zoo_models import tiny_config
 from trainer.cli import train_sft
 from trainer.compare.machines.forked_ranks import import_libraries, run_ranks
 from trainer.compare.zoo import zoo
-from trainer.compare.zoo.zoo_models import tiny_config
 from trainer.reports.dump_files import WEIGHTS
 
 RATE, STEPS = 0.01, 2

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from trainer.compare.zoo.zoo_models import tiny_config
+from scripts.zoo_models import tiny_config
 from trainer.datasets.batches.packing import collate_packed, collate_padded
 from trainer.methods.load_balance import mark_tokens, with_batch_balance_loss
 from trainer.methods.sft import sft_loss

@@ -11,8 +11,8 @@ import torch
 from launch import ROOT, read_steps, train_many
 from transformers import AutoModelForCausalLM
 
+from scripts.zoo_models import tiny_config
 from trainer.cli.train_ppo import parse
-from trainer.compare.zoo.zoo_models import tiny_config
 from trainer.errors import UserError
 from trainer.models.layers.routing_replay import Routers
 from trainer.rollout.rollouts_file import read_rollouts

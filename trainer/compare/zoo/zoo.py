@@ -1,41 +1,30 @@
-"""What can the trainer do with each decoder architecture of transformers? Run a tiny model of each, keep the results.
-
-  python -m trainer.compare.zoo                              every model in every configuration; writes docs/models.json
-  python -m trainer.compare.zoo --models qwen3 mamba2        only these models; the other rows stay
-  python -m trainer.compare.zoo --configurations ring2 lora  only these cells; the other cells stay
+"""The zoo: a tiny model of an architecture, trained in every layout. `check` and scripts/zoo.py run it.
 
 Each cell is a run of train_sft on a tiny random model, in fp32, on CPU. It is compared with the plain single-process
 loop: losses, gradients of the first step, final weights. The cell rl is a step of train_ppo: engine and policy must
-agree. The cells exact and exact-split compare the bits of layouts of --exact. scripts/docs/zoo_page.py writes docs/models.md from the results.
-Exit code: 0 if no cell is wrong or crashes, 1 if one does, 2 if nothing could be run.
+agree. The cells exact and exact-split compare the bits of layouts of --exact.
 """
 
 import json
-import multiprocessing
 import os
 import runpy
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 
-from trainer.compare.machines.forked_ranks import Ending, import_libraries, run_ranks
+from trainer.compare.machines.forked_ranks import Ending, run_ranks
 from trainer.compare.runs.dumps import add_dumps, compare_files
 from trainer.compare.runs.logs import read_run
 from trainer.compare.runs.many_runs import run_here
 from trainer.compare.runs.matrix import Configuration
 from trainer.compare.runs.parity import Comparison, Thresholds, compare_runs
 from trainer.compare.zoo.tiny import randomize
-from trainer.compare.zoo.zoo_models import SKIPPED, tiny_config, zoo_names
 from trainer.compare.zoo.zoo_own import EXACT, EXACT_SPLIT, RL, judge_exact, judge_rl, run_exact, run_rl
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
-from trainer.help_texts import OneLineParser
 from trainer.reports.dump_files import WEIGHTS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,114 +58,8 @@ TRAINING = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = build_parser().parse_args(argv)
-    try:
-        import_libraries()
-        more = read_configs(options.configs)
-        models = _chosen("--models", options.models, [*zoo_names(), *more])
-        names = _chosen("--configurations", options.configurations, [c.name for c in CONFIGURATIONS])
-        configs = {name: more[name][1]() for name in models if name in more}
-        with tempfile.TemporaryDirectory(prefix="zoo-") as temporary:
-            work_dir = Path(options.work_dir or temporary).resolve()
-            versions = {
-                name: version(name).partition("+")[0] for name in ("transformers", "torch", "deepspeed", "peft")
-            }
-            results = read_results(options.output) | {"versions": versions}
-            rows = run_zoo(models, names, work_dir, options.timeout, options.jobs, configs)
-            for name, row in rows:
-                about = {"about": more[name][0]} if name in more else {}
-                kept = results["models"].get(name, {}).get("cells", {})
-                results["models"][name] = {**row, **about, "cells": {**kept, **row["cells"]}}
-                write_results(options.output, results)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    bad = [cell for name in models for cell in results["models"][name]["cells"].values() if is_bad(cell)]
-    print(f"{len(bad)} cells are wrong or crash; {options.output} is written")
-    return 1 if bad else 0
-
-
-def build_parser() -> OneLineParser:
-    parser = OneLineParser("python -m trainer.compare.zoo", description=__doc__)
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="model_type or name of a row (default: all)")
-    parser.add_argument("--configurations", nargs="+", metavar="NAME", help="cells to run (default: all)")
-    parser.add_argument("--output", default=str(ROOT / "docs/models.json"), metavar="JSON", help="the results")
-    more = str(ROOT / "test/unusual_configs.py")
-    parser.add_argument("--configs", default=more, metavar="FILE", help="Python file with CONFIGS: more models")
-    parser.add_argument("--work_dir", metavar="DIR", help="keep the models, logs and runs here (default: nowhere)")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="time limit of a cell")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="models that run at a time (default: 1)")
-    return parser
-
-
-def _chosen(flag: str, wanted: list[str] | None, known: list[str]) -> list[str]:
-    for name in wanted or ():
-        if name in SKIPPED and flag == "--models":
-            raise UserError(flag, f"{name} is not in the zoo: {SKIPPED[name]}")
-        if name not in known:
-            raise UserError(flag, name, ", ".join(known))
-    return [name for name in known if name in wanted] if wanted else known
-
-
-def read_configs(path: str) -> dict[str, tuple]:
-    """{name: (what is unusual, function that makes the config)}: CONFIGS of a Python file."""
-    if not os.path.isfile(path):
-        raise UserError("--configs", f"no such file: {path}")
-    return runpy.run_path(path)["CONFIGS"]
-
-
-def read_results(path: str | Path) -> dict:
-    """The results of earlier runs: {"versions", "models": {name: row}}. Empty if there are none."""
-    if not os.path.isfile(path):
-        return {"versions": {}, "models": {}}
-    try:
-        return json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
-        raise UserError("--output", f"{path} is not JSON: {error}", "a file that the zoo wrote") from None
-
-
-def write_results(path: str, results: dict) -> None:
-    try:
-        Path(path).write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    except OSError as error:
-        raise UserError("--output", f"{path} cannot be written: {error.strerror}") from None
-
-
 def is_bad(cell: dict) -> bool:
     return cell["verdict"] in ("wrong", "crash")
-
-
-def run_zoo(
-    models: list[str], names: list[str], work_dir: Path, timeout: float, jobs: int, configs: dict | None = None
-):
-    """Yield (model, row) for each model when its cells have run. Call `import_libraries` first.
-
-    `configs` are configs by name that replace an architecture's tiny one.
-    """
-    write_demo(work_dir, timeout)
-    # a worker imports the code of its models once, for all of its forks
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as workers:
-        tasks = {
-            workers.submit(run_model, name, names, work_dir, timeout, (configs or {}).get(name)): name
-            for name in models
-        }
-        for number, task in enumerate(as_completed(tasks), start=1):
-            name, row = tasks[task], task.result()
-            print(f"[{number}/{len(models)}] {row_line(name, row)}", flush=True)
-            yield name, row
-
-
-def row_line(name: str, row: dict) -> str:
-    if row["problem"]:
-        return f"{name}: {row['problem']}"
-    verdicts = [
-        f"{key} {cell['verdict']}" + (f" ({cell['note']})" if is_bad(cell) else "")
-        for key, cell in row["cells"].items()
-        if cell["verdict"] != "pass"
-    ]
-    passed = sum(cell["verdict"] == "pass" for cell in row["cells"].values())
-    return f"{name} ({row['seconds']:.0f} s): {passed} pass" + "".join(f", {verdict}" for verdict in verdicts)
 
 
 def write_demo(work_dir: Path, timeout: float) -> None:
@@ -192,14 +75,13 @@ def _made(folder: Path) -> Path:
 
 
 def run_model(
-    name: str, names: list[str], work_dir: Path, timeout: float, config=None, after_cell: Callable | None = None
+    name: str, names: list[str], work_dir: Path, timeout: float, config, after_cell: Callable | None = None
 ) -> dict:
-    """The row of one model: {"cells": {configuration: verdict}, "problem": why there are no cells, or None}.
+    """The row of one tiny model: {"cells": {configuration: verdict}, "problem": why there are no cells, or None}.
 
-    `config` replaces the tiny config of this architecture. `after_cell(configuration, cell)` is called after each run.
+    `after_cell(configuration, cell)` is called after each run. Call `import_libraries` and `write_demo` first.
     """
     started, folder = time.monotonic(), work_dir / name
-    config = config or tiny_config(name)
     shutil.rmtree(folder, ignore_errors=True)
     _made(folder)
     # not at the top: `import_libraries` sets the environment first
@@ -354,7 +236,3 @@ def _load_saved(folder: Path) -> None:
     tensors = {name: tensor.detach().float().contiguous() for name, tensor in all_tensors(model).items()}
     os.makedirs(folder / "loaded", exist_ok=True)
     save_file(tensors, folder / "loaded" / WEIGHTS)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
