@@ -190,6 +190,16 @@ def templates(python: str, folder: Path) -> dict:
     return {"passed": code == 0 and counts["skipped"] < counts["tests"], **counts}
 
 
+def table(cards: list[dict]) -> str:
+    """The cards as Markdown, the newest first."""
+    rows = ["| torch | transformers | deepspeed | peft | verdict | date | zoo |", "|---|---|---|---|---|---|---|"]
+    for card in reversed(cards):
+        versions = " | ".join(card["versions"][name] for name in (*LIBRARIES, "peft"))
+        cells = ", ".join(f"{count} {word}" for word, count in sorted(card["zoo"]["verdicts"].items()))
+        rows.append(f"| {versions} | {card['verdict']} | {card['date']} | {cells} |")
+    return "\n".join(rows)
+
+
 def run(command: list[str], log: Path) -> int:
     """The exit code of a command in the trainer's folder. Its output goes to `log`."""
     print(f"  {log.stem}", flush=True)

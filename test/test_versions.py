@@ -9,7 +9,7 @@ from launch import ROOT
 
 from scripts import certify_versions
 from trainer.planning.doctor_packages import certified
-from trainer.planning.versions import card_of, certified_line, digest, read_cards, table
+from trainer.planning.versions import card_of, certified_line, digest, read_cards
 
 
 def card(torch: str, date: str, verdict: str = "certified", **verdicts: int) -> dict:
@@ -22,7 +22,7 @@ def test_committed_cards_are_whole_and_on_the_page():
     assert len(cards) >= 2
     for one in cards:
         assert one["sha256"] == digest(one) and one["verdict"] == "certified"
-    assert table(cards) in (ROOT / "docs/certificates.md").read_text()
+    assert certify_versions.table(cards) in (ROOT / "docs/certificates.md").read_text()
 
 
 def test_the_versions_of_ci_are_certified():

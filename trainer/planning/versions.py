@@ -57,16 +57,6 @@ def certified_line(versions: dict[str, str], cards: list[dict]) -> tuple[bool, s
     return False, f"{named}: not certified (the last are {last})"
 
 
-def table(cards: list[dict]) -> str:
-    """The cards as Markdown, the newest first."""
-    rows = ["| torch | transformers | deepspeed | peft | verdict | date | zoo |", "|---|---|---|---|---|---|---|"]
-    for card in reversed(cards):
-        versions = " | ".join(card["versions"][name] for name in (*LIBRARIES, "peft"))
-        cells = ", ".join(f"{count} {word}" for word, count in sorted(card["zoo"]["verdicts"].items()))
-        rows.append(f"| {versions} | {card['verdict']} | {card['date']} | {cells} |")
-    return "\n".join(rows)
-
-
 def _left(card: dict) -> str:
     """What a card says of cells that do not pass, for example ", 2 cells refused"."""
     counts = {word: card["zoo"]["verdicts"].get(word, 0) for word in ("refused", "wrong", "crash")}

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Optional
 
 LEFT_OUT = "\n[...]\n"  # in place of what is left out
-KEEPS = ("none", "start", "end", "both")
 
 
 @dataclass(frozen=True)
 class LongAnswers:
-    """When an answer is too long, and what is kept of its texts: one of KEEPS. With "none", the episode ends."""
+    """When an answer is too long, and what is kept of its texts: "start", "end" or "both". With "none", the episode ends."""
 
     keep: str = "none"
     max_len: Optional[int] = None  # tokens of an answer; None: as many as have room
