@@ -218,12 +218,12 @@ def resume(machine: Machine, until: float) -> Iterator[Row]:
 
 def memory(machine: Machine, until: float) -> Iterator[Row]:
     # not at the top: it imports torch, which --help does not need
-    from trainer.compare.machines.measured_memory import GLIBC, RUNS, make_model
+    from scripts.measured_memory import GLIBC, RUNS, make_model
 
     names = ["fsdp2-3-fp32"] if machine.tiny else RUNS
     num_params, layer = make_model(machine.scratch / "memory", *((384, 27) if machine.tiny else (1024, 24)))
     for num_ranks in machine.rank_counts():
-        words = ["trainer.compare.machines.measured_memory", str(machine.scratch / "memory"), machine.device, *names]
+        words = ["scripts.measured_memory", str(machine.scratch / "memory"), machine.device, *names]
         error, _ = machine.launch(f"memory-{num_ranks}", num_ranks, words, until, **GLIBC)
         path = machine.scratch / f"memory/peaks-{num_ranks}.json"
         measured = json.loads(path.read_text()) if path.exists() else {}

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from deepspeed import accelerator
 
+from scripts import measured_memory
 from trainer import entry
-from trainer.compare.machines import measured_memory
 from trainer.distributed import host_offload, mesh
 from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments

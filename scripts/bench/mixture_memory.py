@@ -15,7 +15,8 @@ from pathlib import Path
 
 from sft_speed import HERE, command_line, update
 
-from trainer.compare.machines.measured_memory import GLIBC
+sys.path.insert(0, str(HERE.parents[1]))
+from scripts.measured_memory import GLIBC
 from trainer.planning.predicted_memory import BUFFER_BYTES, predict
 
 PHASES = {"load": "load", "write": "write a checkpoint", "read": "read a checkpoint", "save": "save the model"}
@@ -26,7 +27,13 @@ def measure(layers: int) -> list[list]:
     script = str(HERE.parents[1] / "test/checkpoints/mixture_memory.py")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, script, folder, str(layers)]
-        output = subprocess.run(command, env=os.environ | GLIBC, check=True, stdout=subprocess.PIPE, text=True).stdout
+        output = subprocess.run(
+            command,
+            env=os.environ | GLIBC | {"PYTHONPATH": str(HERE.parents[1])},
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
     return [json.loads(line) for line in output.splitlines() if line.startswith('["')]
 
 

@@ -34,8 +34,8 @@ def measure(folder: Path, backend: str) -> None:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from scripts.measured_memory import Watch
     from trainer.checkpoints import run_state
-    from trainer.compare.machines.measured_memory import Watch
     from trainer.distributed.collectives import gather_objects
     from trainer.strategies.deepspeed import DeepspeedStrategy
     from trainer.strategies.fsdp2 import FSDP2Strategy

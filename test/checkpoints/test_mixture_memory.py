@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launch import ROOT, run_process
 
-from trainer.compare.machines.measured_memory import GLIBC
+from scripts.measured_memory import GLIBC
 from trainer.planning.predicted_memory import BUFFER_BYTES, predict
 
 SLACK = 8 << 20  # for what is not tensors

@@ -16,7 +16,7 @@ import torch
 from launch import ROOT, torchrun
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from trainer.compare.machines.measured_memory import GLIBC, RUNS, make_model
+from scripts.measured_memory import GLIBC, RUNS, make_model
 from trainer.model_folders import model_folder
 from trainer.planning.predicted_memory import predict, table
 from trainer.strategies.deepspeed import DeepspeedStrategy
@@ -48,7 +48,7 @@ def test_memory_is_the_predicted_one(num_ranks, folder):
     width, layers = (768, 7) if num_ranks > 2 else (384, 27)
     num_params, layer = make_model(folder, width, layers)
     sizes = {"num_params": num_params, "largest_layer": layer, "largest_tensor": width * (width * 8 // 3)}
-    command = ["-m", "trainer.compare.machines.measured_memory", str(folder), "cpu", *runs]
+    command = ["-m", "scripts.measured_memory", str(folder), "cpu", *runs]
     code, output = torchrun(num_ranks, *command, timeout=1800, **GLIBC)
     assert code == 0, output[-6000:]
     found, wrong = json.loads((folder / f"peaks-{num_ranks}.json").read_text()), []

@@ -1,1 +1,1 @@
-"""Checks and measurements of the machine: GPUs, memory, forked ranks."""
+"""Ranks that are forks of this process."""

@@ -1,4 +1,4 @@
-"""Measure the memory of training runs, phase by phase: `torchrun -m trainer.compare.machines.measured_memory FOLDER DEVICE [RUN ...]`.
+"""Measure the memory of training runs, phase by phase: `torchrun -m scripts.measured_memory FOLDER DEVICE [RUN ...]`.
 
 FOLDER holds model/ and sft.jsonl. A RUN is BACKEND-STAGE-DTYPE, such as fsdp2-3-bf16. FOLDER/peaks-RANKS.json gets
 bytes for each run: the largest growth over all ranks, counted from before the model is loaded. The phases are load
