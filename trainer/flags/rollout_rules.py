@@ -194,17 +194,9 @@ REWARD_RULES = (
     Rule("overlong_penalty_factor", lambda f: not f.overlong_buffer_len, "without --overlong_buffer_len",
          "no response is too long", "Add --overlong_buffer_len, or remove the flag."),
 )
-# fmt: on
 
-# fmt: off
 ROLLOUT_RULES = (
-    *MODEL_RULES,
-    *ENGINE_RULES,
-    *STALENESS_RULES,
-    *PROMPT_RULES,
-    *EVAL_RULES,
-    *REPLAY_RULES,
-    *REWARD_RULES,
+    *MODEL_RULES, *ENGINE_RULES, *STALENESS_RULES, *PROMPT_RULES, *EVAL_RULES, *REPLAY_RULES, *REWARD_RULES,
 )
 
 # of serve_rm, serve_engine and serve_train

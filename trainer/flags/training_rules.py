@@ -5,16 +5,8 @@ from trainer.flags.data_rules import ADD_EVALUATION, DATA_RULES, REMOVE, has_eva
 from trainer.flags.layout_rules import ONE
 from trainer.flags.rule import Rule
 
-PLAIN_LOOP_LACKS = (
-    "streaming",
-    "lora_rank",
-    "load_in_4bit",
-    "fp8",
-    "merge_adapter",
-    "aux_loss_coef",
-    "expert_bias_update_rate",
-    "add_tokens",
-)
+PLAIN_LOOP_LACKS = ("streaming", "lora_rank", "load_in_4bit", "fp8", "merge_adapter", "aux_loss_coef")
+PLAIN_LOOP_LACKS += ("expert_bias_update_rate", "add_tokens")
 
 
 def has_projects(f) -> bool:
@@ -332,15 +324,9 @@ EXACT_ROLLOUT_RULES = (
 
 
 TRAINING_RULES = (
-    *SHARED_RULES,
-    *DATA_RULES,
-    *LORA_RULES,
-    *TOKEN_RULES,
-    *STREAMING_RULES,
-    *IMAGE_RULES,
-    *LAYOUT_AUTO_RULES,
+    *SHARED_RULES, *DATA_RULES, *LORA_RULES, *TOKEN_RULES, *STREAMING_RULES, *IMAGE_RULES, *LAYOUT_AUTO_RULES,
     *TRACE_RULES,
-)
+)  # fmt: skip
 
 
 _WHY = "equal bits of rollouts are proved for train_ppo only"

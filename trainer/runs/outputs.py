@@ -156,21 +156,9 @@ def _deciding(config: dict) -> dict:
 
 # packages with kernels of attention, linear attention, losses and 4-bit weights
 KERNELS = [
-    "flash-attn",
-    "flash-attn-3",
-    "flash-attn-4",
-    "ring-flash-attn",
-    "flash-linear-attention",
-    "fla-core",
-    "causal-conv1d",
-    "mamba-ssm",
-    "liger-kernel",
-    "kernels",
-    "triton",
-    "bitsandbytes",
-    "vllm",
-    "peft",
-]
+    "flash-attn", "flash-attn-3", "flash-attn-4", "ring-flash-attn", "flash-linear-attention", "fla-core",
+    "causal-conv1d", "mamba-ssm", "liger-kernel", "kernels", "triton", "bitsandbytes", "vllm", "peft",
+]  # fmt: skip
 
 
 def versions() -> dict[str, str]:

@@ -11,35 +11,12 @@ from trainer.comma_separated import names_in
 from trainer.errors import UserError
 from trainer.flags.parse_flags import flags_of
 
-PLAIN_TEXTS = frozenset(
-    [
-        "dataset_split",
-        "dataset_probs",
-        "dataset_flags",
-        "eval_dataset_flags",
-        "eval_split",
-        "input_template",
-        "tokenizer_chat_template",
-        "input_key",
-        "output_key",
-        "prompt_key",
-        "chosen_key",
-        "rejected_key",
-        "completion_key",
-        "label_key",
-        "margin_key",
-        "value_head_prefix",
-        "target_modules",
-        "lr_scheduler",
-        "loss",
-        "policy_loss",
-        "preset",
-        "stop",
-        "best_metric_key",
-        "wandb_project",
-        "run_name",
-    ]
-)
+PLAIN_TEXTS = frozenset([
+    "dataset_split", "dataset_probs", "dataset_flags", "eval_dataset_flags", "eval_split", "input_template",
+    "tokenizer_chat_template", "input_key", "output_key", "prompt_key", "chosen_key", "rejected_key",
+    "completion_key", "label_key", "margin_key", "value_head_prefix", "target_modules", "lr_scheduler", "loss",
+    "policy_loss", "preset", "stop", "best_metric_key", "wandb_project", "run_name",
+])  # fmt: skip
 # read, never run or written: accepted if they are here, so that nothing is fetched
 READ_HERE = frozenset({"pretrain", "dataset", "eval_dataset", "teacher", "ref_model", "lora_adapter"})
 SWITCHES = frozenset({"trust_remote_code", "use_wandb", "overwrite", "push_to_hub"})  # switches that are rights

@@ -36,18 +36,11 @@ class Ending:
 
 # The libraries import these only when a run needs them.
 LATE_IMPORTS = (
-    "deepspeed.module_inject.auto_ep_config",
-    "deepspeed.ops.op_builder.all_ops",
-    "deepspeed.runtime.superoffload.superoffload_stage3",
-    "peft",
-    "setuptools.dist",
-    "torch._inductor.compile_fx",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "transformers.modeling_utils",
-    "transformers.optimization",
-    "transformers.trainer_pt_utils",
-)
+    "deepspeed.module_inject.auto_ep_config", "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3", "peft", "setuptools.dist", "torch._inductor.compile_fx",
+    "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers.modeling_utils",
+    "transformers.optimization", "transformers.trainer_pt_utils",
+)  # fmt: skip
 
 
 def import_libraries() -> None:

@@ -68,12 +68,9 @@ PRODUCTS = (
     ((FSDP2,), SEQUENCE, PACKED),
 )
 QUICK = (
-    "fsdp2-1r-mb4",
-    "fsdp2-2r-mb4-packed",
-    "deepspeed-z1-2r-mb1",
-    "deepspeed-z2-2r-mb4-packed",
+    "fsdp2-1r-mb4", "fsdp2-2r-mb4-packed", "deepspeed-z1-2r-mb1", "deepspeed-z2-2r-mb4-packed",
     "deepspeed-z3-2r-mb4",
-)
+)  # fmt: skip
 
 
 def full_matrix() -> list[Configuration]:

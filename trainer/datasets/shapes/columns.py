@@ -28,17 +28,9 @@ BESIDE_ANSWER = "rejected_response"  # ms-swift: then an answer is the chosen on
 LABELS = ("label", "kto_tag")  # true for a good answer
 # columns that say the same as LABELS, without case and underscores: see `plain_name`
 VERDICTS = (
-    "label",
-    "labels",
-    "ktotag",
-    "desirable",
-    "isdesirable",
-    "preferred",
-    "ispreferred",
-    "good",
-    "isgood",
+    "label", "labels", "ktotag", "desirable", "isdesirable", "preferred", "ispreferred", "good", "isgood",
     "thumbsup",
-)
+)  # fmt: skip
 WRITE_PAIRS = "rows of prompt, chosen and rejected"
 # columns of public sets whose rows are not read as they are, and the rows to write
 OTHER_SETS = {
@@ -55,31 +47,11 @@ OTHER_SETS = {
 }
 # columns that change the text, or what is learned from it: they are used or refused
 ADDED = (
-    *SYSTEMS,
-    *MORE,
-    HISTORY,
-    *TOOLS,
-    *THOUGHTS,
-    *MORE_THOUGHTS,
-    "documents",
-    "article",
-    "passage",
-    "choices",
-    "options",
-    "role",
-    "instructions",
-    "system_instruction",
-    "system_instructions",
-    "document",
-    "contexts",
-    "passages",
-    "support",
-    "evidence",
-    "hint",
-    "hints",
-    "starter_code",
-    *"ABCD",  # choices
-)
+    *SYSTEMS, *MORE, HISTORY, *TOOLS, *THOUGHTS, *MORE_THOUGHTS,
+    "documents", "article", "passage", "choices", "options", "role", "instructions", "system_instruction",
+    "system_instructions", "document", "contexts", "passages", "support", "evidence", "hint", "hints", "starter_code",
+    *"ABCD",
+)  # fmt: skip
 ADDED += ("image", IMAGES, "video", "videos", "audio", "audios", "speech", "objects", "chosen_images")
 ADDED += ("image_url", "image_urls", "image_path", "video_path", "audio_path")
 TEMPLATE_ARGS = "chat_template_kwargs"  # of a row, as in TRL

@@ -12,43 +12,14 @@ from trainer.flags.rules import COMMANDS
 
 ROWS = (*TRAINING_NAMES, *METHOD_NAMES)  # docs/coming_from.md is written from this table
 # parts of a path under which a name means what it means alone; and parts that say that it is about something else
-SECTIONS = frozenset(
-    [
-        "actor",
-        "adam",
-        "advantage",
-        "algo",
-        "algorithm",
-        "ckpt",
-        "data",
-        "ds",
-        "env",
-        "logger",
-        "mixed_precision",
-        "model",
-        "optim",
-        "reward",
-        "rollout",
-        "train",
-        "trainer",
-        "trl",
-    ]
-)
-FOREIGN = frozenset(
-    [
-        "critic",
-        "ref",
-        "reward_model",
-        "reward_manager",
-        "teacher",
-        "val_kwargs",
-        "profiler",
-        "trace",
-        "megatron",
-        "vllm",
-        "ebft",
-    ]
-)
+SECTIONS = frozenset([
+    "actor", "adam", "advantage", "algo", "algorithm", "ckpt", "data", "ds", "env", "logger", "mixed_precision",
+    "model", "optim", "reward", "rollout", "train", "trainer", "trl",
+])  # fmt: skip
+FOREIGN = frozenset([
+    "critic", "ref", "reward_model", "reward_manager", "teacher", "val_kwargs", "profiler", "trace", "megatron",
+    "vllm", "ebft",
+])  # fmt: skip
 GIVEN: Any = object()  # a value that is not known
 
 

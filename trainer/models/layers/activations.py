@@ -15,16 +15,11 @@ _aten = torch.ops.aten
 # Products of matrices and attention cost most to compute again. They are small compared with the results between them:
 # norms in fp32, rotary embeddings, activation functions (Korthikanti et al. 2022, Reducing Activation Recomputation).
 KEPT = [
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._flash_attention_forward.default,
-    torch.ops.torch_attn._varlen_attn.default,
-]
+    _aten.mm.default, _aten.addmm.default, _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default, _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default, _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._flash_attention_forward.default, torch.ops.torch_attn._varlen_attn.default,
+]  # fmt: skip
 # the operations of flash-attn 2 and 3, once they are loaded
 FLASH_ATTN = {
     "flash_attn": ("_flash_attn_forward", "_flash_attn_varlen_forward"),

@@ -26,14 +26,8 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 0x40
 MNT_DETACH, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_IDMAP = 2, 1, 2, 0x100000
 OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH = 1, 4
 AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000  # linux/fcntl.h
-PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP, PR_SET_SECUREBITS, PR_SET_SECCOMP, SECCOMP_FILTER = (
-    4,
-    38,
-    24,
-    28,
-    22,
-    2,
-)
+PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP, PR_SET_SECUREBITS = 4, 38, 24, 28
+PR_SET_SECCOMP, SECCOMP_FILTER = 22, 2
 LOCKED_NOROOT = 0b11 | 0b1100  # root gets no capabilities by exec, and this stays so
 FIRST_UID = 2_000_000_000  # each sandbox of root is another user, if the machine has so many
 OPEN_FILES = 256  # also of sockets and pipes, whose buffers are memory of the kernel
