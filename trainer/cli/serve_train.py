@@ -11,7 +11,7 @@ from trainer.flags.common_flags import SFTArguments
 from trainer.flags.generating_flags import ServeTrainArguments
 from trainer.flags.groups import flat, from_flat
 from trainer.flags.names.sources import naming_sources
-from trainer.flags.parse_flags import check_port, parse_arguments
+from trainer.flags.parse_flags import check_given, check_port, parse_arguments
 from trainer.flags.rollout_rules import SERVE_TRAIN_RULES
 from trainer.flags.rule import first_broken
 from trainer.limits import limit, raise_limits
@@ -27,8 +27,7 @@ PACKAGES = ("uvicorn", "starlette", "google.protobuf")
 def check(argv: list[str]) -> tuple[SFTArguments, ServeTrainArguments]:
     """The flags for the code of `train_sft`, and all flags of the server, checked without torch."""
     given = parse_arguments(ServeTrainArguments, COMMAND, argv)
-    if given.model.pretrain is None:
-        raise UserError("--pretrain", "missing", "a path or hub name")
+    check_given(given, ("pretrain",))
     if error := first_broken(SERVE_TRAIN_RULES, flat(given), flat(ServeTrainArguments())):
         raise error
     check_port(given.server.port)

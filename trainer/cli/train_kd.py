@@ -4,10 +4,9 @@ torchrun --nproc_per_node 2 -m trainer.cli.train_kd --backend fsdp2 --pretrain M
 """
 
 from trainer.entry import run_command
-from trainer.errors import UserError
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.names.sources import naming_sources
-from trainer.flags.parse_flags import parse_arguments
+from trainer.flags.parse_flags import check_given, parse_arguments
 from trainer.runs.flag_checks import check_files_of, check_flags
 from trainer.runs.start_line import begin
 
@@ -17,10 +16,7 @@ EVAL_METRICS = ("eval_loss", "eval_teacher_loss", "eval_nll")
 
 def parse(argv: list[str]) -> KDArguments:
     args = parse_arguments(KDArguments, COMMAND, argv)
-    needed = {"pretrain": args.model.pretrain, "dataset": args.data.dataset, "teacher": args.teacher.teacher}
-    for name, value in needed.items():
-        if value is None:
-            raise UserError(f"--{name}", "missing", "a path or hub name")
+    check_given(args, ("pretrain", "dataset", "teacher"))
     return args
 
 

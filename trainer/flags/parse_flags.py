@@ -196,10 +196,15 @@ def parse_or_demo(arguments_class: type, command: str, argv: list[str], demo: di
     if args.model.pretrain is None and args.data.dataset is None:
         files = {name: f"{DEMO_DIR}/{demo[name]}" for name in ("dataset", "eval_dataset", "pretrain")}
         return parse_arguments(arguments_class, command, argv, demo | files), True
-    for flag, value in (("--pretrain", args.model.pretrain), ("--dataset", args.data.dataset)):
-        if value is None:
-            raise UserError(flag, "missing", "a path or hub name; without both --pretrain and --dataset, the demo")
+    check_given(args, ("pretrain", "dataset"), "; without both --pretrain and --dataset, the demo")
     return args, False
+
+
+def check_given(args: Any, names: Iterable[str], more: str = "") -> None:
+    """Raise UserError for the first of these flags without a value. `more` follows what it may be."""
+    flags = flat(args)
+    if missing := next((name for name in names if flags[name] is None), None):
+        raise UserError(f"--{missing}", "missing", f"a path or hub name{more}")
 
 
 def check_numbers(flags: dict[str, Any]) -> None:

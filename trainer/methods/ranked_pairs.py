@@ -2,9 +2,9 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from trainer.methods.rollout_facts import sample_facts
+from trainer.rollout.micro_batches import RowSet
 from trainer.rollout.samples import Sample
 from trainer.training.loop import inspect_gradients, train_step
 
@@ -28,12 +28,12 @@ def is_tie(chosen: Sample, rejected: Sample) -> bool:
     return chosen.score == rejected.score or chosen.size().digest == rejected.size().digest
 
 
-class PairSet:
-    """The pairs of a rollout, with the interface of a dataset that a loader reads. Only pairs with tokens here have all
+class PairSet(RowSet):
+    """The pairs of a rollout. Only pairs with tokens here have all
     values of a row. A tie has no loss, and the mean does not count it."""
 
     def __init__(self, samples: list[Sample], pairs: list[tuple[int, int]]):
-        self._rows: list[dict[str, Any]] = []
+        self._rows = []
         for places in pairs:
             both = [samples[place] for place in places]
             sizes = [sample.size() for sample in both]
@@ -48,12 +48,6 @@ class PairSet:
                 if sample.held.here:
                     row[f"{side}_ids"], row[f"{side}_mask"] = sample.ids_and_mask()
             self._rows.append(row)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, key):
-        return [row[key] for row in self._rows] if isinstance(key, str) else self._rows[key]
 
 
 def pair_facts(samples: list[Sample], group_size: int) -> dict[str, float]:

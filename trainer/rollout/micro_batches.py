@@ -76,8 +76,20 @@ def _experts(samples: list[dict], shape: torch.Size, places: list[tuple]) -> tor
     return experts
 
 
-class SampleSet:
-    """The samples of a rollout, with the interface of a dataset that a loader reads. Only samples with tokens here have
+class RowSet:
+    """Rows in memory, with the interface of a dataset that a loader reads."""
+
+    _rows: list[dict[str, Any]]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, key):
+        return [row[key] for row in self._rows] if isinstance(key, str) else self._rows[key]
+
+
+class SampleSet(RowSet):
+    """The samples of a rollout. Only samples with tokens here have
     all values of a row. Their offsets are in the flat vector.
 
     With `mask_truncated`, samples that are not finished have no loss and do not count in its mean (DAPO, Yu et al. 2025,
@@ -96,7 +108,7 @@ class SampleSet:
     ):
         self.sizes, offset = [sample.size() for sample in samples], 0
         self.lengths = [size.generated for size in self.sizes]
-        self._rows: list[dict[str, Any]] = []
+        self._rows = []
         have_loss = [(sample.finished or not mask_truncated) and not sample.failed for sample in samples]
         if only_differing:
             differ = differing(torch.tensor([sample.score for sample in samples]), group_size).tolist()
@@ -118,12 +130,6 @@ class SampleSet:
                 offset += size.generated
             self._rows.append(row)
         self.num_response_tokens = offset  # of the samples with tokens here
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, key):
-        return [row[key] for row in self._rows] if isinstance(key, str) else self._rows[key]
 
 
 def compute(batches: list, name: str, function: Callable[[dict], torch.Tensor]) -> None:

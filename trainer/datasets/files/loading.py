@@ -52,19 +52,10 @@ def load_rows(
 
 
 def place_of_row(
-    index: int,
-    names: str,
-    *,
-    flag: str,
-    split: str,
-    probs: str | None = None,
-    max_samples: int | None = None,
-    seed: int = 42,
-    own: Sequence[dict[str, Any]] = (),
+    index: int, names: str, *, flag: str, split: str, own: Sequence[dict[str, Any]] = (), **order: Any
 ) -> str | None:
     """ "FILE row NUMBER" for a row of `places_of_rows` with these arguments, or None if the rows are those of one file."""
-    options = {"flag": flag, "split": split, "probs": probs, "max_samples": max_samples, "seed": seed, "own": own}
-    paths, places = places_of_rows(names, **options)
+    paths, places = places_of_rows(names, flag=flag, split=split, own=own, **order)
     with quiet():
         number, index = places[index]["set"], places[index]["row"]
         split = own[number].get(SPLIT, split) if own else split
@@ -82,9 +73,9 @@ def places_of_rows(
     *,
     flag: str,
     split: str,
-    probs: str | None,
-    max_samples: int | None,
-    seed: int,
+    probs: str | None = None,
+    max_samples: int | None = None,
+    seed: int = 42,
     own: Sequence[dict[str, Any]] = (),
 ) -> tuple[list[str], datasets.Dataset]:
     """The names of the sets, and for each row the columns `set` and `row`: its set, its index there.

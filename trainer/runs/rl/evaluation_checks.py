@@ -5,7 +5,7 @@ import os
 from trainer.errors import UserError
 from trainer.flags.generating_flags import EvaluateArguments
 from trainer.flags.groups import flat, from_flat
-from trainer.flags.parse_flags import parse_arguments
+from trainer.flags.parse_flags import check_given, parse_arguments
 from trainer.flags.rl_flags import PPOArguments
 from trainer.model_folders.adapter_folder import adapter_here, is_adapter
 from trainer.runs.flag_checks import check_files_of, check_flags
@@ -19,9 +19,7 @@ RESULTS, ANSWERS = "evaluation.json", "answers.jsonl"  # in the output folder
 def checked(argv: list[str]) -> PPOArguments:
     """The flags of a run without training. Raises UserError for flags that no evaluation could have."""
     given = parse_arguments(EvaluateArguments, COMMAND, argv)
-    for flag, value in (("--pretrain", given.sets.pretrain), ("--eval_dataset", given.sets.eval_dataset)):
-        if value is None:
-            raise UserError(flag, "missing", "a path or hub name")
+    check_given(given, ("pretrain", "eval_dataset"))
     args = as_ppo(given)
     check_flags("train_ppo", args, eval_metrics(args.evaluation), **facts_of_rollouts(args))
     check_rollouts(args.rollout)

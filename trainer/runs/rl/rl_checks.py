@@ -9,7 +9,7 @@ from trainer.datasets.shapes.references import lack_references
 from trainer.errors import UserError
 from trainer.flags.data_rules import has_evaluation
 from trainer.flags.generating_flags import OnlineDPOArguments
-from trainer.flags.parse_flags import parse_arguments
+from trainer.flags.parse_flags import check_given, parse_arguments
 from trainer.flags.rl_flags import (
     EnvironmentArguments,
     EvaluationArguments,
@@ -144,9 +144,7 @@ def check_bounds(flag: str, bounds: list[float] | None) -> None:
 def parse_online(argv: list[str]) -> OnlineDPOArguments:
     """The flags of `train_dpo --online`."""
     args = parse_arguments(OnlineDPOArguments, "train_dpo --online", argv)
-    for flag, value in (("--pretrain", args.model.pretrain), ("--dataset", args.data.dataset)):
-        if value is None:
-            raise UserError(flag, "missing", "a path or hub name; --online has no demo")
+    check_given(args, ("pretrain", "dataset"), "; --online has no demo")
     return args
 
 
