@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import runpy
 from os.path import commonprefix
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import pytest
 from tiny_tokenizers import byte_tokenizer
 
 from trainer.datasets.batches.packing import IGNORE
-from trainer.datasets.conversations import training_templates
+from trainer.datasets.conversations import training_templates, turns
 from trainer.datasets.conversations.rendering import render
 from trainer.datasets.conversations.templates import as_data, render_prompt
-from trainer.datasets.conversations.turns import check_call_format
+from trainer.datasets.conversations.turns import check_call_format, continuation_ids
 from trainer.errors import UserError
 from trainer.rollout.engines.sampling import Completion, Sampling
 from trainer.rollout.envs.environments import Caller
@@ -129,3 +130,14 @@ def test_ids_with_a_tool_are_those_that_were_written_and_those_of_the_template(n
 
 def test_there_are_enough_of_them():
     assert len({*NAMES, *OWN} - REFUSED) >= 12
+
+
+def test_no_text_of_a_tool_forges_the_place_where_a_turn_ends():
+    """The mark of that place is another one in each run. Those of other runs are texts like any other."""
+    others = [runpy.run_path(turns.__file__)["MARK"] for _ in range(2)]
+    assert len({turns.MARK, *others}) == 3
+    tokenizer = tokenizer_of("qwen3")
+    for mark in others:
+        told = f"a {mark} b"
+        ids = continuation_ids(tokenizer, [QUESTION], [{**RESULT, "content": told}], tools=TOOLS)
+        assert tokenizer.decode(ids).count(told) == 1
