@@ -10,7 +10,7 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.models.model_loading import load_tokenizer
 from trainer.runs.feature_list import FEATURES
-from trainer.runs.features import reference
+from trainer.runs.features import distillation, reference
 from trainer.runs.rl.rl_features import RL_FEATURES
 
 
@@ -61,3 +61,14 @@ def test_every_run_with_a_reference_is_checked(folder):
         assert reference.REFERENCE in features
     assert reference.REFERENCE.is_used(run_with(folder, "same"))
     assert not reference.REFERENCE.is_used(SimpleNamespace(flags=SimpleNamespace(ref_model=None)))
+
+
+@pytest.mark.parametrize("name", ["swapped", "wide"])
+def test_teachers_of_train_kd_have_the_ids_of_the_student(folder, name, monkeypatch):
+    monkeypatch.setattr(distillation, "rank_0_first", lambda build: build())
+    run = run_with(folder, name)
+    run.args = SimpleNamespace(
+        teacher=SimpleNamespace(kd_coef=None, teacher_answers=0), model=SimpleNamespace(trust_remote_code=False)
+    )
+    with pytest.raises(UserError, match=r"--teacher: .* has another vocabulary than --pretrain .allowed: a model with"):
+        distillation.load_teacher(run, str(folder / name))

@@ -20,6 +20,10 @@ JUDGED = {"reward_func": "judge", "judge_url": "http://a/v1", "judge_model": "m"
 PPO_CASES = [
     ("--preset grpo with --teacher", {**DISTILL, "preset": "grpo"}),
     ("--preset opd without --teacher", {"preset": "opd"}),
+    (
+        "--teacher math=t,code=u for some of the rows",
+        {**DISTILL, "teacher": "math=t,code=u", "ref_model": "math=t,code=u"},
+    ),
     ("--teacher t,u with reinforcement learning", {**DISTILL, "teacher": "t,u", "ref_model": "t,u"}),
     ("--teacher t with --init_kl_coef 0", {**DISTILL, "init_kl_coef": 0.0}),
     ("--advantage_estimator distill without --teacher", {"advantage_estimator": "distill"}),

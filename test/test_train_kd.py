@@ -152,6 +152,7 @@ def test_answers_do_not_depend_on_the_layout(folder):
     "flags",
     [
         ["--kd_coef", "0"],
+        ["--teacher", "math=t,code=u"],
         ["--generate_max_len", "9"],
         ["--teacher_answers", "1", "--max_len", "512"],
         ["--streaming", "--max_steps", "3"],

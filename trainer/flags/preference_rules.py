@@ -2,7 +2,7 @@
 
 from trainer.comma_separated import names_in
 from trainer.flags.rule import Rule
-from trainer.flags.training_rules import ONE, REMOVE
+from trainer.flags.training_rules import ONE, ONE_FOR_ALL_ROWS, REMOVE
 
 # fmt: off
 PAIR_RULES = (
@@ -97,6 +97,7 @@ KD_RULES = (
          "the student and the teacher share the code of full weights", REMOVE),
     Rule("layout", lambda f: True, "with train_kd", "the plan knows one model", "Set the flags of the layout.",
          values=("auto",)),
+    ONE_FOR_ALL_ROWS,
     Rule("teacher_offload", lambda f: f.teacher_answers, "with --teacher_answers",
          "the teacher is freed before training", REMOVE),
     Rule("teacher_answers", lambda f: len(names_in(f.teacher)) > 1, "with several models of --teacher", "one model answers",

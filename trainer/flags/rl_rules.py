@@ -2,7 +2,7 @@
 
 from trainer.comma_separated import names_in
 from trainer.flags.rule import Rule
-from trainer.flags.training_rules import ONE, REMOVE
+from trainer.flags.training_rules import ONE, ONE_FOR_ALL_ROWS, REMOVE
 
 NO_IMAGES = "Remove the flag, or take rows without images."
 CLIPPING = ("ppo", "gspo", "gspo_token", "clip_cov")  # policy losses that --dual_clip fits
@@ -32,6 +32,7 @@ TEACHER_RULES = (
          "Give the other flags of the preset in its place.", values=OF_REFERENCE),
     Rule("preset", lambda f: not f.teacher, "without --teacher", "it sets the loss of a distillation",
          "Add --teacher MODEL.", values=("opd",)),
+    ONE_FOR_ALL_ROWS,
     Rule("teacher", lambda f: len(names_in(f.teacher)) > 1, "with reinforcement learning", "a run has one reference",
          "Take one teacher, or train_kd.", which="of several models"),
     Rule("teacher", lambda f: not f.init_kl_coef, "with --init_kl_coef 0",

@@ -1,10 +1,21 @@
 """Rules for the flags that the training commands share: layers, data, LoRA, output, checkpoints, images."""
 
+import os
+
 from trainer.comma_separated import names_in
 from trainer.flags.data_rules import ADD_EVALUATION, DATA_RULES, REMOVE, has_evaluation
 from trainer.flags.layout_rules import ONE
 from trainer.flags.rule import Rule
 
+# of train_kd and train_ppo
+ONE_FOR_ALL_ROWS = Rule(
+    "teacher",
+    lambda f: any("=" in name and not os.path.isdir(name) for name in names_in(f.teacher)),
+    "for some of the rows",
+    "no column chooses the teacher of a row",
+    "Name models alone, or take one run for each part of the rows.",
+    which="of the form NAME=MODEL",
+)
 PLAIN_LOOP_LACKS = ("streaming", "lora_rank", "load_in_4bit", "fp8", "merge_adapter", "aux_loss_coef")
 PLAIN_LOOP_LACKS += ("expert_bias_update_rate", "add_tokens")
 
