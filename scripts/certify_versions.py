@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 
 from trainer.errors import UserError
 from trainer.help_texts import OneLineParser
+from trainer.metrics import counted
 from trainer.planning.versions import CARDS, LIBRARIES, certified_line, digest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,7 +121,7 @@ def certify(python: str, folder: Path, models: list[str]) -> dict:
     card = {
         "date": datetime.date.today().isoformat(),
         "versions": versions,
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "machine": f"{platform.system()} {platform.machine()}, {counted(os.cpu_count(), 'core')}",
         "trainer": commit(),
         "zoo": zoo(python, folder, models),
         "check": check(python, folder),

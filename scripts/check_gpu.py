@@ -35,6 +35,7 @@ from trainer.compare.runs.run_matrix import run_matrix
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.help_texts import OneLineParser
+from trainer.metrics import counted
 from trainer.planning.predicted_memory import predict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -197,7 +198,7 @@ def parity(machine: Machine, until: float) -> Iterator[Row]:
     for entry in json.loads((folder / "report.json").read_text())["configurations"]:
         found = configuration_line(entry).partition(" s): ")[2]
         expected = f"loss within {thresholds(entry['param_dtype']).loss:g}"
-        yield Row(f"{entry['name']}, {entry['nproc']} ranks", found, expected, not entry["passed"])
+        yield Row(f"{entry['name']}, {counted(entry['nproc'], 'rank')}", found, expected, not entry["passed"])
 
 
 def resume(machine: Machine, until: float) -> Iterator[Row]:
@@ -213,7 +214,9 @@ def resume(machine: Machine, until: float) -> Iterator[Row]:
             error, output = machine.launch(folder.name, num_ranks, ["trainer.cli.train_sft", *words], until)
             proof = re.search(r"verify_resume: (\d+ steps) .*(replayed, bitwise the same)", output)
             found = error or (f"{proof[1]} {proof[2]}" if proof else "no proof in the output")
-            yield Row(f"{name}, {num_ranks} ranks, bf16", found, "bitwise the same", proof is None or bool(error))
+            yield Row(
+                f"{name}, {counted(num_ranks, 'rank')}, bf16", found, "bitwise the same", proof is None or bool(error)
+            )
 
 
 def memory(machine: Machine, until: float) -> Iterator[Row]:
@@ -231,11 +234,15 @@ def memory(machine: Machine, until: float) -> Iterator[Row]:
             backend, stage, dtype = name.split("-")
             expected = vars(predict(backend, int(stage), dtype, num_ranks, num_params, layer))
             if name not in measured:
-                yield Row(f"{name}, {num_ranks} ranks", error or "not measured", "", True)
+                yield Row(f"{name}, {counted(num_ranks, 'rank')}", error or "not measured", "", True)
             for phase in ("load", "state", "step") if name in measured else ():
                 found, limit = measured[name][phase], expected[phase] * (1 + MEMORY_TOLERANCE) + MEMORY_ALLOWANCE
                 texts = f"{found / 2**20:.0f} MiB", f"{expected[phase] / 2**20:.0f} MiB predicted"
-                yield Row(f"{name}, {num_ranks} ranks, {phase}", *texts, found > limit or found < expected[phase] / 2)
+                yield Row(
+                    f"{name}, {counted(num_ranks, 'rank')}, {phase}",
+                    *texts,
+                    found > limit or found < expected[phase] / 2,
+                )
 
 
 def features(machine: Machine, until: float) -> Iterator[Row]:
@@ -264,7 +271,7 @@ def _judged(name: str, feature: Feature, losses: list[float], plain: list[float]
     expected = [feature.first_loss] if feature.first_loss is not None else plain
     expected = [value for value in expected if math.isfinite(value)][: None if feature.every_step else 1]
     worst = max((abs(found - value) / abs(value) for found, value in zip(losses, expected)), default=0.0)
-    text = f"loss {losses[0]:.4f} to {losses[-1]:.4f}, {worst:.1e} off in {len(expected)} steps"
+    text = f"loss {losses[0]:.4f} to {losses[-1]:.4f}, {worst:.1e} off in {counted(len(expected), 'step')}"
     return Row(name, text, f"{feature.tolerance:g}", not worst <= feature.tolerance or len(losses) < len(expected))
 
 

@@ -31,8 +31,8 @@ def test_every_part_runs_on_a_cpu(script, tmp_path):
     page = (tmp_path / "gpu.md").read_text()
     assert [line[4:] for line in page.splitlines() if line.startswith("### ")] == list(PARTS)
     assert "**wrong**" not in page
-    for found in ("| packages |", "| test_cuda_kernels.py | ", "-packed-fp32, 1 ranks | loss ", "-packed-bf16, 1 ranks | loss ",
-                  "| fsdp2, 1 ranks, bf16 | 2 steps replayed, bitwise the same |", "| fsdp2-3-fp32, 1 ranks, step | ", "| packed | loss ",
+    for found in ("| packages |", "| test_cuda_kernels.py | ", "-packed-fp32, 1 rank | loss ", "-packed-bf16, 1 rank | loss ",
+                  "| fsdp2, 1 rank, bf16 | 2 steps replayed, bitwise the same |", "| fsdp2-3-fp32, 1 rank, step | ", "| packed | loss ",
                   " of the products", " x TRL"):  # fmt: skip
         assert found in page, found
 

@@ -1,17 +1,31 @@
 """metrics.jsonl on a full disk and with damaged lines, and facts that no run on a CPU shows."""
 
+import ast
 import errno
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
 import transformers
+from launch import ROOT
 
 from trainer import limits
 from trainer.errors import UserError
-from trainer.metrics import METRICS_FILE, MOST_WAITING, MetricsLog, MetricSum, flops_per_token, full_size, peak_flops
+from trainer.metrics import (
+    METRICS_FILE,
+    MOST_WAITING,
+    MetricsLog,
+    MetricSum,
+    counted,
+    flops_per_token,
+    full_size,
+    in_words,
+    peak_flops,
+    shown_number,
+)
 
 PEAKS = {
     "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 NVL": 835e12, "NVIDIA H200": 989e12,
@@ -19,6 +33,46 @@ PEAKS = {
     "NVIDIA L40S": 362e12, "NVIDIA B200": 2250e12, "NVIDIA GB200": 2500e12, "NVIDIA GeForce RTX 5090": 209.5e12,
     "NVIDIA GH200 480GB": 989e12, "NVIDIA H800": 989e12, "Tesla T4": None,
 }  # fmt: skip
+
+
+THINGS = """bytes columns episodes evaluations experts files flags heads images keys labels layers lines messages models objects
+ pairs prompts ranks responses rollouts rows runs samples scores sets steps targets tensors texts threads tokens turns values"""
+MANY = re.compile(rf" ([a-z]+ )?({'|'.join(THINGS.split())})\b")
+COUNT = re.compile(r"len\(.*|(\w+\.)*(num_\w+|count|size|\w+_size)")
+
+
+def test_a_small_number_is_no_share_of_a_billion():
+    assert [shown_number(n) for n in (7, 216_000, 2_500_000, 7e9)] == [
+        "7",
+        "216.00 thousand",
+        "2.50 million",
+        "7.00 billion",
+    ]
+
+
+def test_one_of_a_thing_is_not_many():
+    assert (counted(1, "row"), counted(0, "row"), counted(2, "row")) == ("1 row", "0 rows", "2 rows")
+    told = "{n:row holds|rows hold} {what}, {of:token} and {share:.2f}"
+    assert in_words(told, n=1, what="a", of=1, share=0.5) == "1 row holds a, 1 token and 0.50"
+    assert in_words(told, n=0, what="a", of=3, share=0.5) == "0 rows hold a, 3 tokens and 0.50"
+
+
+def test_every_message_counts_by_the_helper():
+    """`{len(rows)} rows` in an f-string, or `{num_rows} rows` in a template, says "1 rows"."""
+    found = []
+    for path in sorted((ROOT / "trainer").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                for value, after in zip(node.values, node.values[1:]):
+                    is_plain = isinstance(value, ast.FormattedValue) and not value.format_spec
+                    count = ast.unparse(value.value) if is_plain and isinstance(after, ast.Constant) else ""
+                    if COUNT.fullmatch(count) and MANY.match(after.value):
+                        found.append(f"{path.name}:{value.lineno}: {count}{after.value}")
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
+                parts = re.findall(r"\{(\w*)\}( [a-z ]+)", node.value)
+                found += [f"{path.name}:{node.lineno}: {name}{words}" for name, words in parts if MANY.match(words)]
+    at_least_two = ("num_ranks ranks", "vllm_experts.py", "judge_modes.py")
+    assert [line for line in found if not any(name in line for name in at_least_two)] == []
 
 
 @pytest.mark.parametrize("name", PEAKS)

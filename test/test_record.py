@@ -141,7 +141,7 @@ def test_the_steps_of_a_run_that_ends_early_are_named(inputs, tmp_path):
     condition, (name, _, weights) = cases.CONDITIONS["last short batch"], judge.MEANS[0]
     curve, _, final = judge.plain_curve(inputs, condition, weights=weights)
     write_run(tmp_path, curve[:1], final)
-    note = f"1 steps are logged, the data gives 2; those are equal to {name}"
+    note = f"1 step is logged, the data gives 2; those are equal to {name}"
     assert judge.judge(inputs, tmp_path, condition) == {"verdict": "wrong", "note": note}
 
 

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import resource
+import string
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -122,7 +123,9 @@ class MetricsLog:
             self.event("stop", reason=str(error))
         self.close()
         if kind is None and self.waiting:
-            found = f"{len(self.waiting)} rows cannot be written: {self.fault}; the newest checkpoint has them"
+            found = (
+                f"{counted(len(self.waiting), 'row')} cannot be written: {self.fault}; the newest checkpoint has them"
+            )
             raise UserError(self._path, found, instead="Free disk space, and resume with --load_checkpoint.")
 
     def close(self) -> None:
@@ -230,9 +233,20 @@ def shown_number(count: float) -> str:
     return f"{count:.3g}"
 
 
-def counted(number: int, what: str) -> str:
-    """1 GPU, 2 GPUs."""
-    return f"{number} {what}{'s' * (number != 1)}"
+def counted(number: int, one: str, many: str = "") -> str:
+    """1 GPU, 2 GPUs; `many` is for words that take more than an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+class Counting(string.Formatter):
+    """`str.format` with nouns: "{rows:row}, {n:row holds|rows hold}" gives "1 row, 2 rows hold"."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        one, _, many = format_spec.partition("|")
+        return counted(value, one, many) if one[:2].isalpha() else super().format_field(value, format_spec)
+
+
+in_words = Counting().format
 
 
 def step_line(row: dict, total_steps: int) -> str:

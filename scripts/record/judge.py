@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.compare.other_trainers.plain_reference import MISTAKES, read_samples
 from trainer.compare.runs.plain_loop import load_plain_model, plain_step, token_losses
+from trainer.metrics import counted
 
 LOSS_LIMIT, NORM_LIMIT, WEIGHT_LIMIT = 1e-5, 1e-4, 1e-3
 
@@ -139,7 +140,7 @@ def judge(inputs: Path, output: Path, condition: dict) -> dict:
     if condition.get("resume") and any((output / at).exists() for at in ("checkpoint-2", "run/checkpoints/step_2")):
         return {"verdict": "wrong", "note": "it started again from the first step"}
     if len(log) != len(curve):
-        note = f"{len(log)} steps are logged, the data gives {len(curve)}"
+        note = f"{counted(len(log), 'step is', 'steps are')} logged, the data gives {len(curve)}"
         runs = [("the plain loop", plain), *((name, run) for _, name, _, run in others)] if log else []
         same = (name for name, run in runs if is_equal(distances(log, run()[0])))
         return {

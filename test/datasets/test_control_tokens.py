@@ -133,7 +133,7 @@ def test_a_bos_that_opens_an_answer_is_text_and_its_row_is_named(make):
     assert alone[0] == bos and alone.count(bos) == 1 == alone.count(eos)
     tokenizer.chat_template = None
     rows = datasets.Dataset.from_list([{"prompt": "q: ", "completion": text} for text in ("a", answer)])
-    assert "1 rows hold control tokens" in tokenize_sft(rows, tokenizer, **SFT)[1].report("")
+    assert "1 row holds control tokens" in tokenize_sft(rows, tokenizer, **SFT)[1].report("")
 
 
 def talk(text: str) -> list[dict]:
@@ -149,7 +149,7 @@ def test_the_rows_are_counted_and_named():
     closed = f"a{tokenizer.eos_token}"  # in a turn, an eos at the end of the text is no end of the sample
     for row in ({"messages": talk(closed)}, {"prompt": closed, "response": "no"}):
         found = tokenize_sft(datasets.Dataset.from_list([row]), tokenizer, **SFT)[1].report("")
-        assert "1 rows hold control tokens" in found
+        assert "1 row holds control tokens" in found
     plain = datasets.Dataset.from_list([{"text": text} for text in texts])
     assert said in tokenize_sft(plain, tokenizer, **SFT | {"pretrain_mode": True})[1].report("")
     ask = {"input_key": "text", "label_key": None, "input_template": None, "apply_chat_template": False}

@@ -304,8 +304,8 @@ BAD = {
     "a file that a tar has not": (in_tar("a/9.png"), "<image>", "row 2: .*0.tar::a/9.png: the tar has no file a/9.png"),
     "a broken file in a tar": (in_tar("a/8.png"), "<image>", "row 2: .*0.tar::a/8.png: no image that can be read"),
     "no tar": (no_tar, "<image>", "row 2: .*no.tar::a.png: no tar that can be read"),
-    "a mark without an image": ([], "<image>", "row 2: column images: 1 marks for 0 images"),
-    "too few marks": (["pictures/0.png"] * 2, "<image>", "row 2: column images: 1 marks for 2 images"),
+    "a mark without an image": ([], "<image>", "row 2: column images: 1 mark for 0 images"),
+    "too few marks": (["pictures/0.png"] * 2, "<image>", "row 2: column images: 1 mark for 2 images"),
     "a URL": (["https://example.com/a.png"], "<image>", "row 2: column images: https://.* is on the network"),
     "a broken data URI": (["data:image/png;base64,@"], "<image>", "row 2: column images: a data URI that cannot be"),
     "a number": ([7], "<image>", "row 2: column images: an image that is a int"),
@@ -315,7 +315,7 @@ BAD = {
         r"row 2: column messages: an image inside a message \(allowed: its path in the column images\)",
     ),
     "a video": ([], [{"type": "video"}], "row 2: column messages: a part of type 'video'"),
-    "the processor's own mark": ([], "<|image_pad|>", "row 2: the chat template: shows 1 marks"),
+    "the processor's own mark": ([], "<|image_pad|>", "row 2: the chat template: shows 1 mark"),
 }
 
 
@@ -431,7 +431,7 @@ def test_both_answers_of_a_pair_have_the_images_of_its_prompt(here):
 def test_a_bad_pair_is_one_line_with_its_number(here):
     good = {"prompt": "<image>?", "chosen": "Yes.", "rejected": "No!", "images": ["pictures/0.png"]}
     bad = {
-        "row 2: column images: 1 marks for 2 images": {"images": ["pictures/0.png"] * 2},
+        "row 2: column images: 1 mark for 2 images": {"images": ["pictures/0.png"] * 2},
         "row 2: column rejected: an image in an answer": {"rejected": "<image>"},
         "row 2: .*none.png: No such file": {"images": ["none.png"]},
     }

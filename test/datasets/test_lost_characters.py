@@ -11,6 +11,7 @@ from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.datasets.samples.unpaired import tokenize_unpaired
 from trainer.errors import UserError
+from trainer.metrics import in_words
 
 END = "<|im_end|>"
 COMMON = {"flag": "--dataset", "max_len": 500, "input_template": None, "apply_chat_template": False}
@@ -48,7 +49,7 @@ def warnings(tokenize, rows: list[dict], tokenizer, **flags) -> list[str]:
 
 def test_dropped_characters_are_named_once_with_the_number_of_their_rows():
     tokenizer = without("é,😀")
-    named = "WARNING: the tokenizer drops these characters, in {} rows: {}"
+    named = "WARNING: the tokenizer drops these characters, in {:row}: {}"
     for tokenize, flags, rows in (
         (tokenize_sft, SFT, [{"messages": talk("café\n", "b")}, {"messages": talk("a", "b")}]),
         (tokenize_sft, SFT, [{"text": "café"}, {"text": "b"}]),
@@ -61,9 +62,9 @@ def test_dropped_characters_are_named_once_with_the_number_of_their_rows():
         ),
         (tokenize_prompts, {"input_key": "messages", "label_key": None}, [{"messages": talk("é")}]),
     ):
-        assert warnings(tokenize, rows, tokenizer, **flags) == [named.format(1, "é")], rows
+        assert warnings(tokenize, rows, tokenizer, **flags) == [in_words(named, 1, "é")], rows
     rows = [{"messages": talk("é, a", "b")}, {"messages": talk("a", "b 😀 c")}]
-    assert warnings(tokenize_sft, rows, tokenizer, **SFT) == [named.format(2, "U+002C é 😀")]
+    assert warnings(tokenize_sft, rows, tokenizer, **SFT) == [in_words(named, 2, "U+002C é 😀")]
     assert not warnings(tokenize_sft, rows, byte_tokenizer(template(END)), **SFT)
     with pytest.raises(UserError, match="row 1: the tokenizer: drops 😀 of message 2"):  # a border of the loss
         warnings(tokenize_sft, [{"messages": talk("a", "😀 b")}], tokenizer, **SFT)
@@ -80,14 +81,14 @@ def test_characters_of_calls_and_tools_count_too():
     tokenizer = without("éß")
     tokenizer.chat_template = chat
     [line] = warnings(tokenize_sft, [{"messages": talk("a") + called, "tools": tools}], tokenizer, **SFT)
-    assert line.endswith("in 1 rows: ß é")
+    assert line.endswith("in 1 row: ß é")
 
 
 def test_what_a_normalizer_drops_and_unknown_words_are_named():
     tokenizer = byte_tokenizer(template(END))
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("b", "")
     [line] = warnings(tokenize_sft, [{"messages": talk("ab", "c")}], tokenizer, **SFT)
-    assert line.endswith("in 1 rows: b")
+    assert line.endswith("in 1 row: b")
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "user": 1, "assistant": 2, "Fog": 3}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="[UNK]")
@@ -121,7 +122,7 @@ def test_what_a_normalizer_makes_of_white_space_controls_and_letters_is_named(na
         {"prompt": "q", "completion": "e\u0301 a"},
     ]
     own = [line for line in warnings(tokenize_sft, rows, tokenizer, **SFT) if text in line]
-    assert [line.partition(", in ")[2] for line in own] == [f"1 rows: {letters}"]
+    assert [line.partition(", in ")[2] for line in own] == [f"1 row: {letters}"]
 
 
 def test_unicode_forms_of_one_character_and_byte_tokenizers_lose_nothing():

@@ -13,7 +13,7 @@ from trainer.datasets.images.image_marks import with_marks
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import tokenize_sft
-from trainer.datasets.shapes.notes import Notes, counted, summary_of_notes
+from trainer.datasets.shapes.notes import Notes, summary_of_notes, summed
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.row_reader import SFT, RowReader
 from trainer.errors import UserError
@@ -77,9 +77,9 @@ def test_turns_that_the_template_shows_without_their_thoughts_are_counted(name):
     texts, said = lines(name, talk, [USER, thinks(3)], train_on="all")
     assert [len(own) for own in texts] == [1, 1] and "a2" in texts[0][0] and "T2" in texts[0][0]
     assert "1 of 3 turns of the assistant have no loss" in said and "--train_on last" in said
-    assert "loss on every turn" not in said and "leaves out the thoughts of earlier turns (1 rows)" in said
+    assert "loss on every turn" not in said and "leaves out the thoughts of earlier turns (1 row)" in said
     texts, said = lines(name, talk)
-    assert "loss on the last turn" in said and "leaves out the thoughts of earlier turns (1 rows)" in said
+    assert "loss on the last turn" in said and "leaves out the thoughts of earlier turns (1 row)" in said
     assert "turns of the assistant have no loss" not in said
     _, said = lines(name, [USER, thinks(3)], train_on="all")
     assert "loss on every turn of the assistant" in said and "leaves out" not in said
@@ -93,7 +93,7 @@ def test_turns_that_the_template_shows_without_their_thoughts_are_counted(name):
     assert "or answers of one message" in found and "its key" not in found
     assert "leaves out the thoughts of earlier turns (2 rows)" in lines(name, talk[:3], talk[:3], task="prompt")[1]
     row = {"messages": talk[:3], "chosen": "x", "rejected": "y"}
-    assert "leaves out the thoughts of earlier turns (1 rows)" in lines(name, row, task="pairs")[1]
+    assert "leaves out the thoughts of earlier turns (1 row)" in lines(name, row, task="pairs")[1]
 
 
 @pytest.mark.parametrize("task", ["sft", "pairs", "prompt"])
@@ -114,7 +114,7 @@ def test_thoughts_in_the_content_are_counted_too():
     think = {"role": "assistant", "content": "<think>\nT1\n</think>\n\na1"}
     texts, said = lines("qwen3", [USER, think, USER, ANSWER], train_on="all")
     assert texts == [["a<|im_end|>"]] and "1 of 2 turns of the assistant have no loss" in said
-    assert "leaves out the thoughts of earlier turns (1 rows)" in said
+    assert "leaves out the thoughts of earlier turns (1 row)" in said
 
 
 def test_a_marked_turn_without_its_thoughts_is_refused():
@@ -235,9 +235,9 @@ def test_counts_are_added_up_over_rows():
     def note(*facts):
         return Notes("rows", facts=set(facts)).as_text()
 
-    some, none = (counted("{} of {} x", n, 2, without="all x") for n in (1, 0))
+    some, none = (summed("{} of {} x", n, 2, without="all x") for n in (1, 0))
     assert summary_of_notes([note(some, "y")] * 3 + [note(none)]) == (["rows", "y", "3 of 8 x"], set())
-    assert summary_of_notes([note(none, counted("{} rows"))] * 2)[0] == ["rows", "2 rows", "all x"]
+    assert summary_of_notes([note(none, summed("{:row}"))] * 2)[0] == ["rows", "2 rows", "all x"]
 
 
 @pytest.mark.parametrize("call", [{"type": "function"}, {"function": {}}, {"name": None}, {"function": {"name": " "}}])

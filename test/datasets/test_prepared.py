@@ -97,7 +97,7 @@ def test_rows_named_at_the_start_have_their_file(demo, tmp_path, capsys, monkeyp
         file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     names, said = (
         ",".join(map(str, files)),
-        f"1 rows hold control tokens, read as plain text (--read_control_tokens keeps them): --dataset {files[1]} row 2\n",
+        f"1 row holds control tokens, read as plain text (--read_control_tokens keeps them): --dataset {files[1]} row 2\n",
     )
     paths = ["--pretrain", str(demo / "model"), "--dataset", names]
     prepare_data.run([*paths, "--output_dir", str(tmp_path / "tokens")])

@@ -471,7 +471,7 @@ def test_a_label_without_a_flag_has_one_sure_place(tmp_path):
     odd = {**row, "ground_truth": float("inf")}  # a guess refuses no row
     samples, ledger = tokenize("prompt", [{**row, "ground_truth": 1.5}, odd], tmp_path, "BPE", **may)
     assert samples["label"][:] == ["1.5", None]
-    assert "ground_truth is taken for no label in 1 rows; --label_key ground_truth says why" in ledger.lines
+    assert "ground_truth is taken for no label in 1 row; --label_key ground_truth says why" in ledger.lines
     for flags in ({"label_key": "ground_truth", **may}, {"needs_labels": True}):
         with pytest.raises(UserError, match="row 1: --label_key ground_truth"):
             labels(odd, **flags)

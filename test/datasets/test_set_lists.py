@@ -350,7 +350,7 @@ def test_what_is_no_set_is_refused_by_name(entries, said, tmp_path):
 @pytest.mark.parametrize(("config", "said"), [
     ({"dataset": ["a.jsonl"], "dataset_probs": "1"}, "--dataset_probs: with a list under dataset:"),
     ({"dataset": ["a.jsonl"], "dataset_flags": "[{}]"}, "--dataset_flags: with a list under dataset:"),
-    ({"dataset": "a.jsonl", "dataset_flags": "[{}, {}]"}, "2 objects for 1 sets"),
+    ({"dataset": "a.jsonl", "dataset_flags": "[{}, {}]"}, "2 objects for 1 set"),
     ({"dataset": "a.jsonl", "dataset_flags": "{"}, "--dataset_flags: { (allowed: a JSON list of objects"),
     ({"dataset": "a.jsonl", "dataset_flags": '[{"no": 1}]'}, "--dataset_flags set 1 (a.jsonl): a set has no key no;"),
     ({"dataset": "a.jsonl", "eval_dataset": [{"path": "b.jsonl", "weight": 1}]}, "weight of a set that evaluates"),

@@ -183,11 +183,11 @@ def test_rows_without_a_loss_token_are_left_out_and_counted():
 def test_no_sample_left_names_the_reason_that_counted_most():
     long, empty = {"q": "hi\n", "a": "no " * 30}, {"q": "hi", "a": ""}
     error = error_of([empty, empty, long], tiny(), input_key="q", output_key="a", max_len=2)
-    assert "2 rows have no answer to train, 1 are cut off" in error.found and error.allowed.startswith(
+    assert "2 rows have no answer to train, 1 is cut off" in error.found and error.allowed.startswith(
         "answers that are not"
     )
     error = error_of([empty, long, long], tiny(), input_key="q", output_key="a", max_len=2)
-    assert "1 rows have no answer to train, 2 are cut off" in error.found and "--max_len 2" in error.allowed
+    assert "1 row has no answer to train, 2 are cut off" in error.found and "--max_len 2" in error.allowed
 
 
 def test_pretrain_mode_is_text_and_eos_with_loss_on_all_but_the_first():

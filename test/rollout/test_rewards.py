@@ -175,11 +175,11 @@ def test_exact_match():
 
 FUNCTIONS = {
     "raise": ("    raise ValueError('no such\\nthing')", "raised ValueError: no such thing (line 2)"),
-    "too few": ("    return [1.0]", "1 scores for 2 responses"),
+    "too few": ("    return [1.0]", "1 score for 2 responses"),
     "nan": ("    return [1.0, float('nan')]", "score nan for response 2 of 2"),
     "none": ("    return None", "gave NoneType"),
     "texts": ("    return ['good', 'bad']", "gave list ['good', 'bad']"),
-    "bad metric": ("    return [1, 2], {'x': [1]}", "metric x: 1 scores for 2 responses"),
+    "bad metric": ("    return [1, 2], {'x': [1]}", "metric x: 1 score for 2 responses"),
     "pair of lists": ("    return [1, 2], [3, 4]", "gave tuple ([1, 2], [3, 4])"),
     "exit": ("    import sys\n    sys.exit('enough')", "raised SystemExit: enough (line 3)"),
     "pairs": ("    import torch\n    return torch.ones(2, 2)", "gave Tensor tensor([[1., 1.], [1., 1.]])"),
@@ -303,7 +303,7 @@ def test_errors_that_may_pass_are_those_of_connections_limits_and_busy_servers(e
 LAZY = {
     "return (1 / 0 for _ in responses)": "raised ZeroDivisionError: division by zero (line 4)",
     "return [1.0], {'m': (1 / 0 for _ in responses)}": "raised ZeroDivisionError: division by zero (line 4)",
-    "return itertools.count()": "2 scores for 1 responses",
+    "return itertools.count()": "2 scores for 1 response",
     "return [10**400]": "gave a number beyond the range of a float",
 }
 

@@ -19,6 +19,7 @@ from typing import Optional
 
 from trainer.errors import UserError
 from trainer.limits import is_inside, opened, read_text
+from trainer.metrics import counted
 
 MANIFEST = "manifest.json"
 LATEST = "latest"  # what --load_checkpoint means without a value
@@ -165,7 +166,7 @@ def file_damage(folder: str, name: str, wanted: dict) -> Optional[str]:
         if not stat.S_ISREG(facts.st_mode):  # a pipe would wait, and a device may never end
             return f"{name} is no regular file"
         if facts.st_size != wanted["size"]:
-            return f"{name} has {facts.st_size} bytes instead of {wanted['size']}"
+            return f"{name} has {counted(facts.st_size, 'byte')} instead of {wanted['size']}"
         return None if hash_file(path) == wanted else f"{name} does not have the bytes that were written"
     except OSError as error:
         return f"{name}: {error.strerror}"

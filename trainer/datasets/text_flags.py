@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.comma_separated import names_in
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 TEMPLATE = "--tokenizer_chat_template"
 
@@ -58,7 +59,11 @@ def parse_probs(probs: str, num_sets: int) -> list[float]:
     except ValueError:
         raise UserError("--dataset_probs", probs, "numbers with commas between them") from None
     if len(odds) != num_sets:
-        raise UserError("--dataset_probs", f"{len(odds)} numbers for {num_sets} datasets", "one number per dataset")
+        raise UserError(
+            "--dataset_probs",
+            f"{counted(len(odds), 'number')} for {counted(num_sets, 'dataset')}",
+            "one number per dataset",
+        )
     if not all(math.isfinite(p) and p > 0 for p in odds):
         raise UserError("--dataset_probs", probs, "numbers above 0")
     return [p / sum(odds) for p in odds]

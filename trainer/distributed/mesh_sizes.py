@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 MICRO_BATCH_SIZE = 8  # without --micro_train_batch_size, at most
 
@@ -39,7 +40,7 @@ def resolve_mesh_sizes(world_size: int, *, dp_replicate: int = 1, sp: int = 1, t
         raise UserError(
             "--dp_replicate_size * --ring_attn_size * --tensor_parallel_size",
             f"{dp_replicate} * {sp} * {tp} = {unit} does not divide the number of ranks, {world_size}",
-            f"a multiple of {unit} ranks: trainer COMMAND --nproc {unit}, or torchrun --nproc_per_node {unit}",
+            f"a multiple of {counted(unit, 'rank')}: trainer COMMAND --nproc {unit}, or torchrun --nproc_per_node {unit}",
         )
     return MeshSizes(dp_replicate, world_size // unit, sp, tp)
 

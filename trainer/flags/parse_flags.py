@@ -21,6 +21,7 @@ from trainer.flags.groups import arg, flags_of, flat, from_flat, group, groups_o
 from trainer.flags.names.set_entries import spread
 from trainer.flags.names.suggestions import GIVEN, leaves, suggestion
 from trainer.help_texts import example_of, typed, with_default
+from trainer.metrics import counted
 
 __all__ = ["arg", "flags_of", "flat", "from_flat", "group", "groups_of", "with_flags"]  # the rooms above take them here
 DEMO_DIR = "demo"
@@ -162,7 +163,7 @@ def _check_config_files(argv: list[str], command: str, fields: dict[str, datacla
             raise UserError(f"--config {path}", f"a {type(values).__name__}", "lines FLAG: VALUE")
         unknown = list(leaves(values or {}, known))
         if unknown:
-            what = "a key that is no flag" if len(unknown) == 1 else f"{len(unknown)} keys that are no flags"
+            what = counted(len(unknown), "key that is no flag", "keys that are no flags")
             listed = _listed(
                 [key for key, _ in unknown], [suggestion(key, command, known, value) for key, value in unknown]
             )
@@ -273,7 +274,7 @@ def _as_user_error(message: str, command: str, fields: dict[str, dataclasses.Fie
         ]
         if len(names) == 1:
             return UserError(names[0], f"no such flag; {hints[0]}")
-        return UserError(f"{len(names)} flags that {command} lacks", _listed(names, hints))
+        return UserError(f"{counted(len(names), 'flag')} that {command} lacks", _listed(names, hints))
     named = re.search(r'Parser key "([^"]+)"(?: element \d+)?: ?(.*)|argument --(\w+)[^:]*: (.*)', message)
     if not named:
         return UserError("arguments", message)

@@ -53,7 +53,7 @@ from trainer.methods.rollout_phase import (
     scored_samples,
     sync,
 )
-from trainer.metrics import MetricsLog
+from trainer.metrics import MetricsLog, counted
 from trainer.models.lora import fixed_model
 from trainer.rollout.asynchronous import staleness_facts
 from trainer.rollout.micro_batches import collect, compute, spread, spread_sets
@@ -123,8 +123,10 @@ def train_ppo(
         run.checkpoints.end(progress)
     log.end()
     if state.is_used_up(passes):
-        kept = f"dynamic filtering kept {state.prompts_kept} of {state.prompts_drawn} prompts"
-        strategy.print(f"{kept}: the passes over the prompts end after {progress.step} of {loop.total_steps} steps")
+        kept = f"dynamic filtering kept {state.prompts_kept} of {counted(state.prompts_drawn, 'prompt')}"
+        strategy.print(
+            f"{kept}: the passes over the prompts end after {progress.step} of {counted(loop.total_steps, 'step')}"
+        )
     if loop.parity_dump:
         dump(strategy, loop.parity_dump, "weights_final", strategy.iter_full_params, roles.actor[0])
     return last_eval

@@ -12,6 +12,7 @@ import torch
 from trainer.errors import UserError, plain
 from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions, RLState
+from trainer.metrics import counted
 from trainer.models.losses.policy_loss import bounded
 from trainer.rollout.placement import Part
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT
@@ -114,7 +115,7 @@ def group_facts(samples: list[Sample], options: PPOOptions) -> dict[str, float]:
 def failed_note(samples: list[Sample]) -> dict[str, str]:
     """A line about samples that got no score, if there are any."""
     lost = [sample.failed for sample in samples if sample.failed]
-    text = f"warning: {len(lost)} of {len(samples)} samples failed and are left out"
+    text = f"warning: {len(lost)} of {counted(len(samples), 'sample')} failed and are left out"
     return {"failed": f"{text}: {plain(lost[0])}"} if lost else {}
 
 
@@ -123,7 +124,7 @@ def range_note(scores: torch.Tensor, users: list[str], reward_range: Sequence[fl
     outside = ((scores < 0) | (scores > 1)).sum().item()
     if reward_range is not None or not outside or not users:
         return {}
-    text = f"warning: {outside} of {len(scores)} scores are not from 0 to 1, which {', '.join(users)} take for wrong and right"
+    text = f"warning: {outside} of {counted(len(scores), 'score')} are not from 0 to 1, which {', '.join(users)} take for wrong and right"
     return {"range": f"{text}: give --reward_range WRONG RIGHT"}
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.errors import UserError, one_line
+from trainer.metrics import counted
 from trainer.model_folders.adapter_folder import ADAPTER_WEIGHTS, how_to_merge, read_adapter
 
 MAGNITUDE = ".lora_magnitude_vector."  # of DoRA: the lengths of the rows of the weight
@@ -52,7 +53,7 @@ def start_from(model: torch.nn.Module, folder: str, flag: str) -> None:
     odd = sorted(name for name in own.keys() ^ held.keys() if ".lora_" in name or name in held)
     odd += [name for name in own.keys() & held.keys() if shape_of(own[name]) != tuple(held[name].shape)]
     if odd:
-        found = f"{folder} does not fit the model: {len(odd)} tensors are in only one of the two, such as {odd[0]}"
+        found = f"{folder} does not fit the model: {counted(len(odd), 'tensor is', 'tensors are')} in only one of the two, such as {odd[0]}"
         raise UserError(flag, found, "an adapter of this model, with the same flags")
     vars(model)["first_values"] = {name: held[peft_name(name)] for name in tensors if peft_name(name) in held}
 
@@ -186,7 +187,7 @@ class MergedWeights:
         odd = [name for name, (a, b) in self._updates.items() if shapes.get(name) != self._shape(a, b)]
         odd += [name for name, tensor in held.items() if shapes.get(name) != tuple(tensor.shape)]
         if odd:
-            found = f"does not fit its base model: {len(odd)} tensors have no place, such as {min(odd)}"
+            found = f"does not fit its base model: {counted(len(odd), 'tensor has', 'tensors have')} no place, such as {min(odd)}"
             raise UserError(folder, found, "an adapter of this model")
 
     def _shape(self, a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from trainer.errors import UserError
 from trainer.limits import opened
+from trainer.metrics import counted
 
 BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of a number, by its kind
 WHOLE = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q", 11: "<q"}
@@ -31,7 +32,7 @@ def check_gguf(path: str) -> dict[str, int]:
 def check_size(num_weights: int, path: str) -> None:
     """Raise UserError for a config of far more weights than the file can hold."""
     if num_weights > WEIGHTS_OF_BYTE * os.path.getsize(path):
-        found = f"{path} describes a model of {num_weights} weights, which it cannot hold"
+        found = f"{path} describes a model of {counted(num_weights, 'weight')}, which it cannot hold"
         raise UserError("SOURCE", found, "a GGUF file with the whole model")
 
 
@@ -56,7 +57,7 @@ class _Header:
             self._skip(8 * self._number("<I") + 12)  # sizes, kind and place
         layers = [value for name, value in found.items() if name.endswith(".block_count")]
         if any(not 0 <= value <= num_tensors for value in layers):
-            raise ValueError(f"{max(layers)} layers and {num_tensors} tensors")
+            raise ValueError(f"{counted(max(layers), 'layer')} and {counted(num_tensors, 'tensor')}")
         return {**found, "tensors": num_tensors}
 
     def _value(self, kind: int, depth: int) -> int | None:

@@ -27,6 +27,7 @@ from trainer.distributed.gradient_collectives import AllToAll, Sum, SumGradients
 from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.distributed.sharded_tensors import even_dim
 from trainer.errors import UserError
+from trainer.metrics import counted
 from trainer.model_folders.model_folder import has_adapter
 
 FLAG = "--expert_parallel_size"
@@ -47,7 +48,9 @@ def validate_experts(model: nn.Module, ep: int, sizes: MeshSizes) -> None:
     fsdp, kind = sizes.dp_shard * sizes.sp, type(model).__name__
     if fsdp % ep:
         fits = ", ".join(str(size) for size in range(1, fsdp + 1) if fsdp % size == 0)
-        raise UserError(FLAG, f"{ep} does not divide the {fsdp} ranks that shard the weights (dp_shard x sp)", fits)
+        raise UserError(
+            FLAG, f"{ep} does not divide the {counted(fsdp, 'rank')} that shard the weights (dp_shard x sp)", fits
+        )
     experts = [module for module in model.modules() if are_experts(module)]
     if not experts and ep > 1:
         raise UserError(FLAG, f"{kind} has no experts that transformers stacks in one tensor", "1")
@@ -57,10 +60,12 @@ def validate_experts(model: nn.Module, ep: int, sizes: MeshSizes) -> None:
     flag, found = (FLAG, ep) if sizes.tp == 1 else (f"{FLAG} * --tensor_parallel_size", f"{ep} * {sizes.tp}")
     for parameter in (parameter for module in experts for parameter in module.parameters()):
         if parameter.shape[0] % parts:
-            raise UserError(flag, f"{found} does not divide the {parameter.shape[0]} experts of {kind}", "a divisor")
+            raise UserError(
+                flag, f"{found} does not divide the {counted(parameter.shape[0], 'expert')} of {kind}", "a divisor"
+            )
         local = (parameter.shape[0] // parts, *parameter.shape[1:])
         if even_dim(local, fsdp // ep) is None:
-            found = f"{fsdp // ep} ranks cannot share an expert tensor of {kind} of shape {local}"
+            found = f"{counted(fsdp // ep, 'rank')} cannot share an expert tensor of {kind} of shape {local}"
             raise UserError(flag, found, "a size that leaves a divisor of one of these numbers")
 
 

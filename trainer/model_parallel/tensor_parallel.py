@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import UserError
-from trainer.metrics import layer_configs
+from trainer.metrics import counted, layer_configs
 from trainer.model_parallel.expert_parallel import are_experts
 from trainer.model_parallel.tp_plans import (
     OUR_PLANS,
@@ -62,7 +62,7 @@ def validate_tp_sizes(config, tp: int, fsdp: int) -> None:
         raise UserError(FLAG, found, ", ".join(map(str, fits)))
     if text.vocab_size % tp and text.hidden_size % fsdp:
         even = [n for n in fits if text.vocab_size % n == 0]
-        found = f"{tp} does not divide vocab_size {text.vocab_size}; {fsdp} sharding ranks do not divide hidden_size"
+        found = f"{tp} does not divide vocab_size {text.vocab_size}; {counted(fsdp, 'sharding rank')} do not divide hidden_size"
         raise UserError(FLAG, f"{found} {text.hidden_size}", ", ".join(map(str, even)))
 
 

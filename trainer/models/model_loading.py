@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GenerationCo
 
 from trainer.errors import UserError, one_line
 from trainer.limits import MB, is_inside, limit, read_model_config, too_large
+from trainer.metrics import counted
 from trainer.model_folders.adapter_folder import (
     ADAPTER_CONFIG,
     adapter_here,
@@ -252,7 +253,7 @@ def _fault_of_safetensors(path: str) -> str | None:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if 8 + length > size:
-            return f"is cut off in its header, or no safetensors file ({size} bytes)"
+            return f"is cut off in its header, or no safetensors file ({counted(size, 'byte')})"
         try:
             header = json.loads(file.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
@@ -260,8 +261,8 @@ def _fault_of_safetensors(path: str) -> str | None:
             return "has a broken header, or is no safetensors file"
     wanted = 8 + length + max(ends, default=0)
     if size < wanted:
-        return f"is cut off: {size} of {wanted} bytes"
-    return None if size == wanted else f"has {size} bytes, and its header says {wanted}"
+        return f"is cut off: {size} of {counted(wanted, 'byte')}"
+    return None if size == wanted else f"has {counted(size, 'byte')}, and its header says {wanted}"
 
 
 def _fault_of_bin(path: str) -> str | None:
@@ -293,7 +294,7 @@ def _fault_of_index(folder: str, name: str) -> str | None:
         return f"{name} names a file outside of its folder: {outside}"
     missing = [file for file in files if not os.path.exists(os.path.join(folder, file))]
     if missing:
-        return f"{len(missing)} of the {len(files)} files of {name} are missing, such as {missing[0]}"
+        return f"{len(missing)} of the {counted(len(files), 'file')} of {name} are missing, such as {missing[0]}"
     for file in files if name.startswith("model.safetensors") else []:
         with safe_open(os.path.join(folder, file), framework="pt") as weights:
             held = set(weights.keys())

@@ -15,6 +15,7 @@ from trainer.distributed.collectives import broadcast_object, check_shared_folde
 from trainer.distributed.mesh import resolve_device
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
+from trainer.metrics import counted
 from trainer.planning.doctor_machine import FAIL, Finding, machine_findings
 from trainer.planning.doctor_packages import package_findings
 
@@ -42,9 +43,7 @@ def network_findings() -> Iterator[Finding]:
     if taken:
         yield Finding("GPU per rank", FAIL, taken, "as many ranks as GPUs, or another GPU for each task")
     else:
-        yield Finding(
-            "all-reduce", "ok", f"{backend}, {dist.get_world_size()} rank" + "s" * (dist.get_world_size() > 1)
-        )
+        yield Finding("all-reduce", "ok", f"{backend}, {counted(dist.get_world_size(), 'rank')}")
 
 
 def _shared_gpus(device) -> str | None:
@@ -72,7 +71,7 @@ def folder_findings(path: str, is_launched: bool) -> Iterator[Finding]:
             try:
                 check_shared_folder("--path", path, os.path.basename(probe))
                 seen = len({host for host, _ in gather_objects((socket.gethostname(), None))})
-                finding = Finding("--path", finding.state, f"{finding.text}; seen by {seen} host{'s' * (seen > 1)}")
+                finding = Finding("--path", finding.state, f"{finding.text}; seen by {counted(seen, 'host')}")
             except UserError as error:
                 finding = Finding("--path", FAIL, error.found, error.allowed)
             dist.barrier()

@@ -131,7 +131,7 @@ def launcher_variables(environment: dict[str, str]) -> Finding:
     if "RANK" not in environment:
         size = environment.get("WORLD_SIZE", "1")
         if size != "1":
-            text = f"WORLD_SIZE={size} without RANK: a single process would expect {size} ranks"
+            text = f"WORLD_SIZE={size} without RANK: a single process would expect {counted(size, 'rank')}"
             return Finding("launcher", FAIL, text, "unset WORLD_SIZE, or start with torchrun")
         return Finding("launcher", "ok", "one process")
     if missing := [name for name in needed if name not in environment]:
@@ -139,7 +139,7 @@ def launcher_variables(environment: dict[str, str]) -> Finding:
         return Finding("launcher", FAIL, text, "start with torchrun (scripts/slurm_train_sft.sh), or unset RANK")
     ranks = int(environment["WORLD_SIZE"])
     nodes = ranks // int(environment["LOCAL_WORLD_SIZE"])
-    return Finding("launcher", "ok", f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}")
+    return Finding("launcher", "ok", f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}")
 
 
 def interfaces() -> Finding:
@@ -185,7 +185,7 @@ def port() -> Finding:
 
 def open_files(limit: int) -> Finding:
     if limit != resource.RLIM_INFINITY and limit < MIN_OPEN_FILES:
-        text = f"{limit} open files; {MIN_OPEN_FILES} are needed for sockets and files of weights"
+        text = f"{counted(limit, 'open file')}; {MIN_OPEN_FILES} are needed for sockets and files of weights"
         return Finding("ulimit -n", FAIL, text, "ulimit -n 65536")
     return Finding("ulimit -n", "ok", _limit(limit))
 

@@ -190,7 +190,7 @@ def report(
     parts = [
         f"{shown_number(s.num_params)} parameters, {shown_number(s.active_params)} of them for each token; "
         f"{counted(machine.gpus, 'GPU')} of {gpu_memory:g} GB on {counted(machine.nodes, 'node')}; "
-        f"{work.samples} packed samples of {work.max_len} tokens a step",
+        f"{counted(work.samples, 'packed sample')} of {counted(work.max_len, 'token')} a step",
         f"{len(fits)} of {len(choices)} layouts fit. The quickest:",
         table(fits[:SHOWN], work) if fits else "none",
         *([f"{n}. `{command(c.layout, machine, work, name, rollouts)}`" for n, c in enumerate(fits[:3], 1)]),

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from trainer.distributed.decoder_layers import decoder_layers
 from trainer.distributed.mesh_sizes import resolve_mesh_sizes
 from trainer.errors import UserError, one_line
-from trainer.metrics import full_size
+from trainer.metrics import counted, full_size
 from trainer.model_folders.model_folder import plain_class
 from trainer.model_parallel.expert_parallel import validate_experts
 from trainer.model_parallel.tensor_parallel import resolve_tp_plan, validate_tp_sizes
@@ -72,7 +72,7 @@ def model_facts(model, folder: str) -> list[tuple[str, str]]:
     sparse = sum(any("Experts" in type(part).__name__ for part in layer.modules()) for layer in outer_layers(model))
     if experts and sparse:
         chosen = f", {active} for each token" if active else ""
-        facts.append(("experts", f"{experts} in each of {sparse} layers{chosen}"))
+        facts.append(("experts", f"{experts} in each of {counted(sparse, 'layer')}{chosen}"))
     return [*facts, ("attention", str(model.config._attn_implementation))]
 
 
@@ -107,7 +107,7 @@ def layer_kinds(model) -> list[str]:
 def _described(kind: str, text) -> str:
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     size = getattr(text, sizes.get(kind, ""), None) if kind in sizes else None
-    return f"{kind} of {size} tokens" if size else kind
+    return f"{kind} of {counted(size, 'token')}" if size else kind
 
 
 def _blocks(layer) -> str:
@@ -120,7 +120,7 @@ def shared_mixers(model, tp: int, sp: int) -> list[tuple[str, str]]:
     """How many ranks share the heads of linear attention, Mamba or convolutions. Empty without such layers."""
     found = Counter((type(mixer).__name__, shared_over(mixer, tp, sp)) for mixer in mixers_of(model))
     return [
-        (f"heads of {kind}", f"{count} layers, over {ways[0]} ranks of tp and {ways[1]} of sp")
+        (f"heads of {kind}", f"{counted(count, 'layer')}, over {counted(ways[0], 'rank')} of tp and {ways[1]} of sp")
         for (kind, ways), count in found.items()
         if tp * sp > 1
     ]

@@ -150,7 +150,7 @@ def engine_report(
         f"- a training rank: {sizes[1]} more on its GPU while it generates, {sizes[2]} while it trains, "
         f"and {sizes[3]} more of host memory",
         f"- cache of an engine: {found.cache_tokens:,.0f} tokens, or {found.cache_tokens // rollouts.longest:,.0f} responses "
-        f"of full length ({rollouts.longest} tokens with the prompt)",
+        f"of full length ({counted(rollouts.longest, 'token')} with the prompt)",
         f"- a sync: {found.weights / GB:.1f} GB; a rank receives {gathering / GB:.1f} GB; "
         f"{sync_seconds(layout, s, machine, rollouts, dtype):.2g} s",
     ]
@@ -158,15 +158,15 @@ def engine_report(
         sent = message_bytes(s, width, rollouts.changed) * rollouts.engine_tp
         what = "weights" if rollouts.changed is None else f"changes of {rollouts.changed:.1%} of the values"
         lines.append(
-            f"- to each of the {rollouts.servers} servers: {sent / GB:.2f} GB of {what}; "
+            f"- to each of the {counted(rollouts.servers, 'server')}: {sent / GB:.2f} GB of {what}; "
             f"a process of it keeps {found.server_host / GB:.1f} GB in host memory"
         )
     whose = f"the engines {idle.generating:.0%} of the time, training ranks {idle.training:.0%}"
     if rollouts.engine != ON_SERVERS and not rollouts.max_staleness:  # the two take turns on the same GPUs
         whose = f"the GPUs {idle.generating + idle.training - 1:.0%} of the time"
     lines += [
-        f"- idle: {whose}; a rollout takes {idle.seconds / SIMULATED:.0f} s (simulated: {rollouts.prompts} prompts x "
-        f"{rollouts.group}, a median of {lengths.median:g} tokens, {rollouts.slots} responses at a time of "
+        f"- idle: {whose}; a rollout takes {idle.seconds / SIMULATED:.0f} s (simulated: {counted(rollouts.prompts, 'prompt')} x "
+        f"{rollouts.group}, a median of {lengths.median:g} tokens, {counted(rollouts.slots, 'response')} at a time of "
         f"{rollouts.token_rate:g} tokens/s each)"
     ]
     return "\n".join(lines)

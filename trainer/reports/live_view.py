@@ -10,6 +10,7 @@ import time
 
 from trainer.errors import UserError
 from trainer.help_texts import ReadingParser
+from trainer.metrics import counted
 from trainer.reports.run_rows import RunRows, describe, is_number, last_samples, read_rows
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -112,7 +113,7 @@ def memory(run: RunRows) -> str:
         return f"peak memory: {own[-1] / GIB:.2f} GiB"
     shown = sorted(range(len(ranks)), key=lambda rank: -ranks[rank])[:8]
     words = ", ".join(f"rank {rank} {ranks[rank] / GIB:.2f}" for rank in sorted(shown))
-    most = f", the largest 8 of {len(ranks)} ranks" if len(ranks) > 8 else ""
+    most = f", the largest 8 of {counted(len(ranks), 'rank')}" if len(ranks) > 8 else ""
     return f"peak memory in GiB: {words}{most}"
 
 

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from trainer.errors import UserError
 from trainer.help_texts import ReadingParser
+from trainer.metrics import counted
 from trainer.reports.run_differences import (
     FLOOR,
     LOSS_LIMITS,
@@ -153,7 +154,7 @@ def _ends(run: RunRows) -> dict[str, str]:
             facts[f"{key}, first and last"] = f"{values[0]:.5g}, {values[-1]:.5g}"
     broken = [step for step, row in sorted(run.steps.items()) if "loss" in row and not is_number(row["loss"])]
     if broken:
-        facts["loss that is no number"] = f"from step {broken[0]} on, {len(broken)} steps"
+        facts["loss that is no number"] = f"from step {broken[0]} on, {counted(len(broken), 'step')}"
     resumes = [str(event.get("step", "?")) for event in run.events if event["event"] == "resume"]
     if resumes:
         facts["resumed after step"] = ", ".join(resumes)

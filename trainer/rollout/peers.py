@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, Optional
 
 from trainer.limits import MB, limit
+from trainer.metrics import counted
 
 HEADER = struct.Struct(">I")  # bytes of a frame
 OPENS = (b",", b"[", b"{")
@@ -52,7 +53,7 @@ def check_values(data: bytes, most: Optional[int] = None) -> None:
     num_quotes = bare.count(b'"')
     outside = b"".join(bare.split(b'"')[::2]) if num_quotes <= 4 * most else b""  # keys and values, with two each
     if num_quotes > 4 * most or sum(map(outside.count, OPENS)) > most:
-        raise BadAnswer(f"JSON of more than {most} values; --limits values=N raises the limit")
+        raise BadAnswer(f"JSON of more than {counted(most, 'value')}; --limits values=N raises the limit")
 
 
 def read_json(data: bytes, max_values: Optional[int] = None) -> Any:
@@ -133,7 +134,7 @@ def read_frame(connection: socket.socket, deadline: float = math.inf, max_bytes:
     """
     size = HEADER.unpack(_read_exactly(connection, HEADER.size, deadline))[0]
     if size > (answer_bytes() if max_bytes is None else max_bytes):
-        raise BadAnswer(f"an answer of {size} bytes")  # nothing of it is read
+        raise BadAnswer(f"an answer of {counted(size, 'byte')}")  # nothing of it is read
     return _read_exactly(connection, size, deadline)
 
 

@@ -13,7 +13,7 @@ import torch
 from trainer.datasets.samples.bounds import Bounds, check_ids_of_row, check_sample
 from trainer.errors import UserError
 from trainer.limits import lines_of
-from trainer.metrics import ROLLOUTS_FILE, MetricsLog
+from trainer.metrics import ROLLOUTS_FILE, MetricsLog, counted
 from trainer.rollout.placement import write_by_rank_0
 from trainer.rollout.rewards.reward_functions import LARGEST_SCORE
 from trainer.rollout.samples import Sample
@@ -176,7 +176,7 @@ def frozen(rollouts: list[list[Sample]]) -> Callable:
 
     def recorded(state) -> list[Sample]:
         if state.rollout >= len(rollouts):
-            found = f"holds {len(rollouts)} rollouts, but this run needs more"
+            found = f"holds {counted(len(rollouts), 'rollout')}, but this run needs more"
             raise UserError(FLAG, found, "a file with more rollouts, or a smaller --max_steps")
         return rollouts[state.rollout]
 

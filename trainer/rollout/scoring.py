@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import Failed, UserError
+from trainer.metrics import counted
 from trainer.rollout.generation import with_errors_of_all_ranks
 from trainer.rollout.placement import exchange_objects
 from trainer.rollout.rewards.reward_functions import GROUPS, Scorer
@@ -115,5 +116,5 @@ def check_failed(samples: list[Sample], most: float) -> None:
     """
     failed = [sample.failed for sample in samples if sample.failed]
     if len(failed) > max(most * len(samples), most > 0) or len(failed) == len(samples) > 0:
-        found = f"so {len(failed)} of {len(samples)} samples failed; --max_failed_share is {most:g}"
+        found = f"so {len(failed)} of {counted(len(samples), 'sample')} failed; --max_failed_share is {most:g}"
         raise UserError(failed[0], found)

@@ -18,6 +18,7 @@ from trainer.checkpoints.run_state import HF_FOLDER, STATE
 from trainer.checkpoints.shards import ShardReader, full_shards, write_shards
 from trainer.errors import UserError, one_line
 from trainer.limits import read_model_config, read_text
+from trainer.metrics import counted
 from trainer.model_folders.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainer.model_folders.folder_names import INDEX, find_weights, is_gguf
 from trainer.model_folders.gguf_header import check_gguf, check_size
@@ -330,12 +331,16 @@ def merged_model(base: str, source: str) -> torch.nn.Module:
         odd = {name for kind in ("missing_keys", "unexpected_keys") for name in info[kind]}
         odd -= {name for name in odd if is_classifier and name.startswith(("score.", "lm_head."))}
         if odd:
-            raise ValueError(f"{len(odd)} weights are in only one of the two, such as {min(odd)}")
+            raise ValueError(
+                f"{counted(len(odd), 'weight is', 'weights are')} in only one of the two, such as {min(odd)}"
+            )
         adapted = PeftModel.from_pretrained(model, source)
         with safe_open(os.path.join(source, ADAPTER_WEIGHTS), framework="pt") as file:  # peft drops what has no place
             odd = set(file.keys()) ^ get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
         if odd:
-            raise ValueError(f"{len(odd)} tensors of the adapter are in only one of the two, such as {min(odd)}")
+            raise ValueError(
+                f"{counted(len(odd), 'tensor of the adapter is', 'tensors of the adapter are')} in only one of the two, such as {min(odd)}"
+            )
         model = adapted.merge_and_unload(safe_merge=True)
     except (RuntimeError, ValueError) as error:
         raise UserError("SOURCE", f"{source} does not fit {base}: {str(error).splitlines()[0]}") from None

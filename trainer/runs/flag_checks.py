@@ -17,6 +17,7 @@ from trainer.flags.parse_flags import check_numbers, check_secrets, flat
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS, refuse
 from trainer.limits import raise_limits, read_model_config
+from trainer.metrics import counted
 from trainer.model_folders.adapter_folder import adapter_here, base_folder, is_adapter, read_adapter
 from trainer.model_folders.folder_names import check_on_hub, only_on_hub
 from trainer.runs import output_folders
@@ -212,5 +213,5 @@ def refuse_length(args, limit: Optional[int]) -> None:
     """Raise UserError if a prompt and its response may have more tokens than the `limit` of a model. None: no limit."""
     prompt, response = args.prompts.prompt_max_len, args.rollout.generate_max_len
     if limit and prompt + response > limit:
-        found = f"{prompt} + {response} tokens, more than the model's {limit} positions"
+        found = f"{prompt} + {counted(response, 'token')}, more than the model's {counted(limit, 'position')}"
         raise UserError("--prompt_max_len + --generate_max_len", found, f"up to {limit} together")

@@ -10,6 +10,7 @@ from trainer.datasets.samples.preference import ENDED
 from trainer.distributed.collectives import rank_0_alone
 from trainer.flags.names.loss_names import check_names_in
 from trainer.methods.rm import evaluation_scores, make_reward_loss
+from trainer.metrics import counted
 from trainer.model_folders.model_folder import unwrapped
 from trainer.models.losses.preference_loss import REWARD_LOSSES
 from trainer.models.reward import make_initial_reward_model, return_token_scores
@@ -56,7 +57,9 @@ def plot_scores(chosen: torch.Tensor, rejected: torch.Tensor, path: str) -> None
         axes.hist(scores.tolist(), bins=bins, alpha=0.5, color=color, label=f"{name}, mean {scores.mean().item():.3g}")
         axes.axvline(scores.mean().item(), color=color, linewidth=1)
     accuracy = (chosen > rejected).double().mean().item()
-    axes.set(xlabel="reward", ylabel="answers", title=f"{len(chosen)} evaluation pairs, accuracy {accuracy:.3f}")
+    axes.set(
+        xlabel="reward", ylabel="answers", title=f"{counted(len(chosen), 'evaluation pair')}, accuracy {accuracy:.3f}"
+    )
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -24,6 +24,7 @@ from trainer.flags.common_flags import BatchArguments, DataArguments, SFTDataArg
 from trainer.flags.data_rules import has_evaluation
 from trainer.flags.groups import flat, with_flags
 from trainer.flags.names.own_flags import FLAGS_OF, SPLIT, as_flags, read
+from trainer.metrics import counted
 from trainer.models.model_bounds import bounds_of
 from trainer.models.model_loading import resolve_model_folder
 from trainer.runs.run_setup import Setup
@@ -204,7 +205,9 @@ def note_unknown_names(say: Callable, data: DataArguments, read: list[tuple], st
 def shortened(text: str) -> str:
     """The text, without its middle if it is longer than SHOWN characters."""
     left_out = len(text) - SHOWN
-    return text if left_out <= 0 else f"{text[: SHOWN // 2]}\n... {left_out} characters ...\n{text[-SHOWN // 2 :]}"
+    if left_out <= 0:
+        return text
+    return f"{text[: SHOWN // 2]}\n... {counted(left_out, 'character')} ...\n{text[-SHOWN // 2 :]}"
 
 
 def note_small_data(strategy, flag: str, size: int, samples, unit: str) -> None:

@@ -15,6 +15,7 @@ from trainer.distributed import heartbeat
 from trainer.distributed.collectives import wait_for_all
 from trainer.errors import UserError
 from trainer.flags.common_flags import LayoutArguments, ModelArguments, OptimizerArguments
+from trainer.metrics import counted
 from trainer.model_folders import model_folder
 from trainer.model_folders.folder_names import find_weights, weights_size
 from trainer.model_parallel.expert_parallel import validate_expert_widths
@@ -83,7 +84,9 @@ def load_model(
         check_tokens(setup.tokenizer, vocab_size, folder, flag)
     if unread := model_folder.check_weights(model, folder, flag):
         names = ", ".join(unread[:3]) + ", ..." * (len(unread) > 3)
-        strategy.print(f"warning: {len(unread)} tensors of {folder} are not part of the trained model: {names}")
+        strategy.print(
+            f"warning: {counted(len(unread), 'tensor')} of {folder} without a place in the trained model: {names}"
+        )
     if strategy.device.type == "cuda" and strategy.param_dtype != torch.float32:
         validate_expert_widths(model, flag)
     disable_dropout(model)

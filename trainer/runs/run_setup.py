@@ -17,6 +17,7 @@ from trainer.flags.common_flags import DataArguments
 from trainer.flags.parse_flags import DEMO_DIR, flat
 from trainer.flags.rules import refuse
 from trainer.limits import raise_limits
+from trainer.metrics import counted
 from trainer.model_folders.model_folder import read_config
 from trainer.models.added_tokens import folder_with_tokens
 from trainer.models.attention.choice import resolve_attention, setup_attention
@@ -196,7 +197,7 @@ def idle_cores(num_ranks: int, num_threads: int, num_cores: int) -> Optional[str
     """
     if num_ranks == 1 or 4 * num_ranks * num_threads > num_cores:
         return None
-    used = f"{num_ranks} ranks of {num_threads} thread{'s' * (num_threads > 1)} on {num_cores} cores"
+    used = f"{counted(num_ranks, 'rank')} of {counted(num_threads, 'thread')} on {counted(num_cores, 'core')}"
     return f"{used}: more threads (OMP_NUM_THREADS in the environment) would be quicker"
 
 

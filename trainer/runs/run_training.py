@@ -13,7 +13,7 @@ from trainer.errors import UserError
 from trainer.flags.common_flags import EpochArguments, LengthArguments
 from trainer.flags.parse_flags import flat
 from trainer.flags.rules import refuse
-from trainer.metrics import flops_per_token, full_size
+from trainer.metrics import counted, flops_per_token, full_size
 from trainer.models.model_bounds import bounds_of
 from trainer.runs import output_folders, outputs
 from trainer.runs.feature import apply
@@ -106,7 +106,7 @@ def start(run: Run, is_demo: bool) -> None:
 def check_max_len(max_len: int, bounds: Bounds) -> None:
     """Raise UserError, before rows are tokenized, for a --max_len beyond learned positions. With its default, the rows decide."""
     if bounds.learned and bounds.positions < max_len != LengthArguments.max_len:
-        found = f"{max_len} tokens, more than the model's {bounds.positions} positions"
+        found = f"{counted(max_len, 'token')}, more than the model's {counted(bounds.positions, 'position')}"
         raise UserError("--max_len", found, f"up to {bounds.positions}")
 
 

@@ -167,7 +167,7 @@ def start_line(command: str, args, num_parameters: int | None, trains: bool = Tr
     shape = "".join(f" {name} {axes[name]}" for name in ("dp_replicate", "dp", "sp", "tp") if axes[name] > 1)
     where = f"{counted(num_ranks, 'rank')} of {layout.backend}{shape}"
     if layout.layout == "auto":
-        where = f"{num_ranks} ranks, --layout auto"
+        where = f"{counted(num_ranks, 'rank')}, --layout auto"
     if dtype != "fp16" and not multiplies_bf16(layout.device):
         on_gpu = runs_on_gpu(layout.device)
         faster = "fp16" * takes_fp16(args) if on_gpu else "fp32" * (dtype == "bf16")
@@ -178,7 +178,7 @@ def start_line(command: str, args, num_parameters: int | None, trains: bool = Tr
         by_tokens = batch.max_tokens_per_micro_batch or batch.packing_samples or layout.exact
         at_once = batch.micro_train_batch_size * axes["dp_replicate"] * axes["dp"]
         if batch.micro_train_batch_size < MICRO_BATCH_SIZE and at_once < batch.train_batch_size and not by_tokens:
-            samples = f"{batch.micro_train_batch_size} of the {batch.train_batch_size} samples of a step"
+            samples = f"{batch.micro_train_batch_size} of the {counted(batch.train_batch_size, 'sample')} of a step"
             dtype += f", {samples} in a forward pass of a rank"
     return f"{command}: {model}{size}, {where}, {dtype}, to {args.output.output_dir or 'a new folder in runs/'}"
 

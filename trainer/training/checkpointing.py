@@ -24,7 +24,7 @@ from trainer.checkpoints.run_state import (
 )
 from trainer.distributed.collectives import broadcast_object, from_rank_0, gather_objects, max_over_all_ranks, together
 from trainer.errors import Interrupted, UserError, one_line
-from trainer.metrics import METRICS_FILE, MetricsLog
+from trainer.metrics import METRICS_FILE, MetricsLog, counted
 
 FOLDER = "checkpoints"
 EXPORT = "python -m trainer.cli.export {} FOLDER"
@@ -238,9 +238,7 @@ class Checkpoints:
     def end(self, progress: Progress) -> None:
         """Wait for the last save. If rows of metrics.jsonl still wait, save them with a checkpoint. Say what ended early."""
         if self.policy.has_lost_patience(progress):
-            found = (
-                f"early stopping after step {progress.step}: {progress.evals_since_best} evaluations in a row without"
-            )
+            found = f"early stopping after step {progress.step}: {counted(progress.evals_since_best, 'evaluation')} in a row without"
             self.trained.strategy.print(f"{found} a better {self.policy.best_metric_key}")
         self.finish()
         self.check_place()

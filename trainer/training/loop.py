@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import UserError
-from trainer.metrics import MetricsLog, MetricSum, host_peak_memory_bytes, mfu, step_line
+from trainer.metrics import MetricsLog, MetricSum, counted, host_peak_memory_bytes, mfu, step_line
 from trainer.terminal import fitted
 from trainer.training.checkpointing import Checkpoints, Progress
 from trainer.training.live_bar import LiveBar
@@ -100,7 +100,9 @@ def forward_backward(strategy, model, batch, loss_fn: LossFunction, train: bool)
             strategy.backward(loss_sum, model, num_targets=max(batch.num_targets, 1), is_last=is_last)
     num_targets, *numbers = strategy.all_reduce(totals).sum(0).tolist()
     if num_targets != batch.num_targets:
-        raise RuntimeError(f"the loss counted {num_targets} targets, but the global batch has {batch.num_targets}")
+        raise RuntimeError(
+            f"the loss counted {counted(num_targets, 'target')}, but the global batch has {batch.num_targets}"
+        )
     return _with_numbers(kinds, numbers), batch.num_targets
 
 
@@ -200,7 +202,7 @@ def inspect_gradients(strategy, model, parity_dump: Optional[str]) -> None:
     """
     names = strategy.unreached_parameters(model)
     if names:
-        strategy.print(f"warning: no gradient reached {len(names)} trainable parameters: {', '.join(names)}")
+        strategy.print(f"warning: no gradient reached {counted(len(names), 'trainable parameter')}: {', '.join(names)}")
     if parity_dump:
         dump(strategy, parity_dump, "grads_step1", strategy.iter_full_grads, model)
 
@@ -242,7 +244,7 @@ class StepLog:
         if step % options.logging_steps == 0 and self.strategy.is_rank_0():
             print(fitted(step_line(row, options.total_steps) + note), flush=True)
         if self.progress.skipped_in_a_row >= options.max_skipped_steps:
-            found = f"loss or gradient norm not finite in {options.max_skipped_steps} steps in a row"
+            found = f"loss or gradient norm not finite in {counted(options.max_skipped_steps, 'step')} in a row"
             shown = ", ".join(map(str, batch.sample_ids[:20])) + ", ..." * (len(batch.sample_ids) > 20)
             raise UserError(f"step {step}", f"{found}; samples [{shown}]")
         if options.check_replicas_every and step % options.check_replicas_every == 0:
@@ -253,7 +255,7 @@ class StepLog:
         check_applied(self.progress)
         if self.num_steps and not self.has_trained:
             self.strategy.print(
-                f"WARNING: {self.num_steps} steps had no gradient or no learning rate, so this run has trained nothing"
+                f"WARNING: {counted(self.num_steps, 'step')} had no gradient or no learning rate, so this run has trained nothing"
             )
 
     def evaluation(self, values: dict[str, float], started: float, digits: int = 9) -> None:
@@ -274,7 +276,7 @@ def check_applied(progress: Progress) -> None:
     """Raise UserError at the end of a run that trained nothing, or whose last steps broke what the first ones trained."""
     last, applied = progress.skipped_in_a_row, progress.step - progress.skipped_steps
     if last >= applied and last:
-        found = f"loss or gradient norm not finite in the last {last} of {progress.step} steps, so no model is saved"
+        found = f"loss or gradient norm not finite in the last {last} of {counted(progress.step, 'step')}, so no model is saved"
         raise UserError(f"step {progress.step}", found, instead=IF_NOT_FINITE)
 
 

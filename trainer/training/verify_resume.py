@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable
 
 from trainer.errors import UserError
+from trainer.metrics import counted
 from trainer.training.checkpointing import Checkpoints, Progress, Trained
 from trainer.training.loop import LossFunction, endless, train_step
 
@@ -37,7 +38,7 @@ def verify_replay(checkpoints: Checkpoints, progress: Progress, run: Callable[[P
                 )
     if first_weights != second_weights:
         raise UserError("--verify_resume", f"equal losses, but different weights after step {progress.step}")
-    return f"verify_resume: {len(first)} steps from {folder} replayed, bitwise the same"
+    return f"verify_resume: {counted(len(first), 'step')} from {folder} replayed, bitwise the same"
 
 
 def _run(t: Trained, progress: Progress, loss_fn: LossFunction, num_steps: int) -> list[dict]:

@@ -17,6 +17,7 @@ from trainer.comma_separated import names_in
 from trainer.datasets.batches.global_batches import column_of, hash_digests
 from trainer.errors import UserError
 from trainer.limits import read_text
+from trainer.metrics import counted
 from trainer.optimizers.build import build_scheduler
 from trainer.reports import certificate, signature
 
@@ -138,7 +139,7 @@ def check_order(content: dict, rows: list[dict], samples: Any, batch: Any) -> li
         if hashes[-1] != row["batch_hash"]:
             differences.append(f"step {row['step']}: the data, seed and sizes give another batch")
         elif int(targets[ids].sum()) != row["tokens"]:
-            differences.append(f"step {row['step']}: {int(targets[ids].sum())} targets, not {row['tokens']}")
+            differences.append(f"step {row['step']}: {counted(int(targets[ids].sum()), 'target')}, not {row['tokens']}")
     if not differences and certificate.chain(hashes) != content["steps"]["batch_chain"]:
         differences.append("the chain of batch hashes differs")
     return differences[:SHOWN]
@@ -215,7 +216,7 @@ def _different_files(folder: str, certified: dict[str, dict]) -> list[str]:
         elif not os.path.isfile(path):
             differences.append(f"{path} is not there")
         elif os.path.getsize(path) != entry["size"]:
-            differences.append(f"{path} has {os.path.getsize(path)} bytes instead of {entry['size']}")
+            differences.append(f"{path} has {counted(os.path.getsize(path), 'byte')} instead of {entry['size']}")
         elif store.hash_file(path) != entry:
             differences.append(f"{path} does not have the bytes that were certified")
     return differences

@@ -11,6 +11,7 @@ from trainer.errors import UserError
 from trainer.flags.parse_flags import flags_of, from_flat
 from trainer.flags.rules import COMMANDS
 from trainer.flags.training_rules import PLAIN_LOOP_LACKS
+from trainer.metrics import counted
 from trainer.reports import certificate
 from trainer.runs.feature import Feature
 from trainer.runs.preference_runs import load_dpo, load_pairs
@@ -65,7 +66,7 @@ def certify_steps(
     named = ", ".join(f"step {replay['step']}" for replay in failed)
     result = f"not within tolerance: {named}{' (not signed)' if sign_key else ''}" if failed else "all within tolerance"
     few = "" if len(chosen) == num_steps else f" ({num_steps} requested; only steps after a checkpoint can be replayed)"
-    return f"certify: {len(chosen)} steps replayed by the plain loop{few}, {result}; worst loss difference {worst:.2g}"
+    return f"certify: {counted(len(chosen), 'step')} replayed by the plain loop{few}, {result}; worst loss difference {worst:.2g}"
 
 
 def _places(folder: str) -> dict[int, str | None]:

@@ -12,6 +12,7 @@ from trainer.compare.runs.many_runs import run_here
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError, as_line
 from trainer.flags.rules import COMMANDS
+from trainer.metrics import counted
 from trainer.models.model_loading import resolve_model_folder
 from trainer.reports import certificate, signature
 
@@ -160,7 +161,7 @@ def compare_curves(content: dict, folder: str) -> list[str]:
             if limit is not None and not abs(value - certified) <= limit * abs(certified):
                 differences.append(f"step {row['step']}: {key[:-1]} {value}, the certificate has {certified}")
     worst = max(abs(a / b - 1) for a, b in zip(other["losses"], steps["losses"], strict=True))
-    print(f"rerun: {len(rows)} steps, same chain of batches, worst loss difference {worst:.2g}", flush=True)
+    print(f"rerun: {counted(len(rows), 'step')}, same chain of batches, worst loss difference {worst:.2g}", flush=True)
     return differences
 
 

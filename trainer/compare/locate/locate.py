@@ -27,6 +27,7 @@ from trainer.compare.locate.traced_pair import (
     describe_tokens,
 )
 from trainer.datasets.batches.packing import IGNORE
+from trainer.metrics import counted
 from trainer.reports.dump_files import GRADIENTS, WEIGHTS
 
 
@@ -59,7 +60,7 @@ def _data(pair: Pair) -> PhaseResult:
     if lost or extra:
         count = len(lost) + len(extra)
         finding = Finding("data", "documents", count / len(a.keys), 0.0)
-        found = [f"{len(keys)} tokens only in {run.name}" for keys, run in ((lost, a), (extra, b)) if keys]
+        found = [f"{counted(len(keys), 'token')} only in {run.name}" for keys, run in ((lost, a), (extra, b)) if keys]
         finding.tokens = ", ".join(found)
     elif differ.any():
         finding = Finding("data", "labels", differ.double().mean().item(), 0.0, tokens=describe_tokens(differ, pair))

@@ -13,6 +13,7 @@ from trainer.compare.runs.comparison_report import write_json
 from trainer.compare.runs.launch import configuration_job, run_jobs
 from trainer.compare.runs.matrix import Configuration, load_matrix
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 PHASES = ("data", "forward", "loss", "backward", "gradients", "gradient norm", "optimizer state", "weights")
 ONE_STEP = ("--max_steps", "1", "--lr_warmup_ratio", "0")  # the only step has the whole rate
@@ -106,7 +107,7 @@ def _other_versions(a: TracedRun, b: TracedRun) -> list[str]:
 
 def _layout(run: TracedRun) -> str:
     sizes = ", ".join(f"{axis} {size}" for axis, size in run.facts["sizes"].items())
-    return f"{run.name} ({run.facts['dtype']}, {sizes}, {len(run.keys)} tokens)"
+    return f"{run.name} ({run.facts['dtype']}, {sizes}, {counted(len(run.keys), 'token')})"
 
 
 def _number(value: float) -> str:

@@ -12,7 +12,7 @@ from trainer.compare.runs.exact_bits import bits_of, first_difference
 from trainer.errors import UserError
 from trainer.exact.exact_sums import GRADIENT_GRID, power_of_two_above
 from trainer.exact.sample_sums import change_between
-from trainer.metrics import METRICS_FILE
+from trainer.metrics import METRICS_FILE, counted
 from trainer.runs.features.sample_trace import SAMPLES
 
 
@@ -100,19 +100,22 @@ def _lines(names: list[str], a: dict, facts: dict, partings: list[Parting]) -> l
         f"a = {names[0]}",
         f"b = {names[1]}",
         "",
-        f"{len(a['samples'])} samples in step 1, --exact: every bit counts",
+        f"{counted(len(a['samples']), 'sample')} in step 1, --exact: every bit counts",
     ]
     if facts["agree"]:
         return [*lines, "", "The runs have equal bits."]
     if facts["only_a"] or facts["only_b"]:
-        lines += [f"only in a: {facts['only_a']} samples", f"only in b: {facts['only_b']} samples"]
+        lines += [
+            f"only in a: {counted(facts['only_a'], 'sample')}",
+            f"only in b: {counted(facts['only_b'], 'sample')}",
+        ]
     if not partings:
         return [*lines, "", f"The samples that both have agree. Later: {facts['later'] or 'no difference'}"]
     first = partings[0]
     ranks = sorted({parting.ranks[1] for parting in partings})
     lines += ["", f"The runs first differ in {'the loss' if first.where == 'loss' else 'a gradient'} of a sample."]
     lines.append(
-        f"  sample:         {first.sample}, {first.tokens} tokens, on rank {first.ranks[0]} of a and {first.ranks[1]} of b"
+        f"  sample:         {first.sample}, {counted(first.tokens, 'token')}, on rank {first.ranks[0]} of a and {first.ranks[1]} of b"
     )
     lines.append(f"  where:          {first.where}: {first.change}")
     lines.append(

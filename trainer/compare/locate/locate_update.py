@@ -22,6 +22,7 @@ from trainer.compare.locate.traced_pair import (
     describe_shard,
 )
 from trainer.compare.runs.dumps import global_norm
+from trainer.metrics import counted
 from trainer.reports.dump_files import GRADIENTS, WEIGHTS
 
 GRADIENT, GRADIENT_FLOOR = 16.0, 4.0
@@ -59,7 +60,7 @@ def gradients(pair: Pair) -> PhaseResult:
             else:
                 finding.others.append(name)
     if finding:
-        finding.tokens = f"{len(ratios)} of {len(names)} tensors"
+        finding.tokens = f"{len(ratios)} of {counted(len(names), 'tensor')}"
     return PhaseResult("gradients", len(names), worst, finding)
 
 
@@ -124,7 +125,7 @@ def optimizer_state(pair: Pair) -> PhaseResult | None:
                 finding = Finding("optimizer state", key, rel, allowed, before, ratio)
                 finding.features = "" if x is None else describe_shard(x, x + rest, allowed, pair)
     if finding:
-        finding.others, finding.tokens = wrong[1:], f"{len(wrong)} of {len(names[0] | names[1])} tensors"
+        finding.others, finding.tokens = wrong[1:], f"{len(wrong)} of {counted(len(names[0] | names[1]), 'tensor')}"
     return PhaseResult("optimizer state", len(names[0] | names[1]), worst, finding)
 
 
@@ -179,7 +180,7 @@ def weights(pair: Pair) -> PhaseResult:
         else:
             others.append(name)
     if finding:
-        finding.others, finding.tokens = others, f"{len(others) + 1} of {len(names)} tensors"
+        finding.others, finding.tokens = others, f"{len(others) + 1} of {counted(len(names), 'tensor')}"
     return PhaseResult("weights", len(names), worst, finding)
 
 

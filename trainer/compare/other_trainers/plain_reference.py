@@ -22,6 +22,7 @@ from trainer.compare.runs.parity import Comparison, signed_rel
 from trainer.compare.runs.plain_loop import load_plain_model, plain_step
 from trainer.datasets.files.loading import load_rows
 from trainer.errors import UserError
+from trainer.metrics import counted
 from trainer.models.model_loading import load_fault, resolve_model_folder
 
 MicroBatches = list[list[int]]  # the row numbers of each micro-batch of one step
@@ -69,7 +70,9 @@ def make_job(
         steps = read_sample_ids(sample_ids, len(samples), arguments.per_device_train_batch_size)[:num_steps]
     total = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * per_epoch)
     if len(steps) < num_steps:
-        raise UserError("--data", f"gives {len(steps)} steps, but the log has {num_steps}", "the data of the run")
+        raise UserError(
+            "--data", f"gives {counted(len(steps), 'step')}, but the log has {num_steps}", "the data of the run"
+        )
     return Job(model, samples, arguments, num_ranks, steps, total, device)
 
 
@@ -86,7 +89,9 @@ def read_samples(path: str) -> list[dict]:
         masks = [row[name] for name in ("completion_mask", "assistant_masks", "loss_mask") if row.get(name)]
         masks += [[label != -100 for label in labels]] if labels else []
         if any(not isinstance(one, list) or len(one) != len(ids) for one in masks):
-            raise UserError("--data", f"row {number}: labels and masks do not have the {len(ids)} places of input_ids")
+            raise UserError(
+                "--data", f"row {number}: labels and masks do not have the {counted(len(ids), 'place')} of input_ids"
+            )
         mask = [int(all(bits)) for bits in zip(*masks, strict=True)] if masks else [1] * len(ids)
         samples.append({"input_ids": ids, "loss_mask": [0, *mask[1:]]})
     return samples
@@ -104,7 +109,9 @@ def open_model(job: Job) -> torch.nn.Module:
         raise load_fault(job.model, AutoModelForCausalLM, False, "--model", error) from None
     size, largest = model.get_input_embeddings().num_embeddings, max(max(one["input_ids"]) for one in job.samples)
     if largest >= size:
-        raise UserError("--data", f"token {largest}, but the model has {size} tokens", "rows of this model's tokenizer")
+        raise UserError(
+            "--data", f"token {largest}, but the model has {counted(size, 'token')}", "rows of this model's tokenizer"
+        )
     try:
         return model.to(job.device)
     except (RuntimeError, AssertionError) as error:
@@ -127,7 +134,7 @@ def hf_order(arguments, samples: list[dict], num_ranks: int, num_steps: int) -> 
         loader.set_epoch(epoch)
         batches = list(loader)
         if not batches:
-            found = f"gives no batch of {arguments.per_device_train_batch_size} rows"
+            found = f"gives no batch of {counted(arguments.per_device_train_batch_size, 'row')}"
             raise UserError("--data", found, "the data of the run")
         steps += [batches[i : i + per_step] for i in range(0, len(batches), per_step)]
         epoch += 1
@@ -312,7 +319,7 @@ def difference_text(job: Job, mine: Run, theirs: Run, comparison: Comparison) ->
     difference = first_difference(comparison, theirs.rounding)
     if difference is None:
         return "\n".join(
-            [*lines, f"{theirs.name} agrees with the plain loop at all {len(comparison.rows)} logged steps"]
+            [*lines, f"{theirs.name} agrees with the plain loop at all {counted(len(comparison.rows), 'logged step')}"]
         )
     step, what, rel, allowed = difference
     lines.append(

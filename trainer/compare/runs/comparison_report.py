@@ -7,13 +7,18 @@ from pathlib import Path
 
 from trainer.compare.runs.parity import MIN_STEPS_FOR_BIAS, Comparison, Row
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 
 def comparison_text(comparison: Comparison, max_rows: int) -> str:
     """The step table, the largest differences, the bias and the verdict."""
     reference, name, thresholds = comparison.reference, comparison.name, comparison.thresholds
     loss, grad_norm = comparison.worst_loss, comparison.worst_grad_norm
-    lines = [f"{name} against {reference}, {len(comparison.rows)} steps", *_step_table(comparison, max_rows), ""]
+    lines = [
+        f"{name} against {reference}, {counted(len(comparison.rows), 'step')}",
+        *_step_table(comparison, max_rows),
+        "",
+    ]
     lines.append(_largest("loss", abs(loss.rel_loss), f"at step {loss.step}", thresholds.loss))
     if grad_norm:
         rel, where = abs(grad_norm.rel_grad_norm), f"at step {grad_norm.step}"
@@ -152,7 +157,7 @@ def matrix_markdown(report: dict) -> str:
     """The Markdown table of a whole matrix. `report` is the dictionary of report.json."""
     configurations = report["configurations"]
     num_passed = sum(entry["passed"] for entry in configurations)
-    run = f"{report['reference']['steps']} steps of `{' '.join(report['train_args'])}`"
+    run = f"{counted(report['reference']['steps'], 'step')} of `{' '.join(report['train_args'])}`"
     lines = [
         f"**{num_passed} of {len(configurations)} configurations pass** against the plain single-process loop, {run}.",
         "",

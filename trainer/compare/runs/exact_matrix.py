@@ -14,6 +14,7 @@ from trainer.compare.runs.exact_bits import Bits, bits_of, first_difference
 from trainer.compare.runs.launch import error_of_run, run_jobs, shared_job
 from trainer.compare.runs.matrix import FSDP2, ZERO, Choice, Configuration, configuration_of
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 FSDP2_STAGE_2 = Choice("fsdp2-z2", ("--backend", "fsdp2", "--zero_stage", "2"))
 PACKED = Choice("packed", ("--packing_samples",))
@@ -130,7 +131,7 @@ def _table(layouts: list[Configuration], models: list[str], cells: dict[str, dic
     names = [Path(model).name for model in models]
     distinct = {model: {cells[layout.name].get(model) for layout in layouts} for model in models}
     lines = [
-        f"- {name}: {len(layouts)} layouts, {len(distinct[model])} set{'s' * (len(distinct[model]) > 1)} of bits"
+        f"- {name}: {counted(len(layouts), 'layout')}, {counted(len(distinct[model]), 'set')} of bits"
         for model, name in zip(models, names)
     ]
     lines += ["", f"| layout | ranks | {' | '.join(names)} |", "|---|---|" + "---|" * len(models)]
@@ -177,7 +178,7 @@ def run_resumes(count: int, model: str, train_args: list[str], only: str | None,
         print(f"{'FAIL' if fault else 'PASS'} {layouts[0].name} -> {shown}{fault}", flush=True)
     for folder in (first, places.output_dir / "second"):
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"{count - len(faults)} of {count} resumed runs have the bits of the undisturbed one")
+    print(f"{count - len(faults)} of {counted(count, 'resumed run')} have the bits of the undisturbed one")
     return not faults
 
 

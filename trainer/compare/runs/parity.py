@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from trainer.compare.runs.logs import Run, Step
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 MIN_STEPS_FOR_BIAS = 10
 
@@ -127,7 +128,9 @@ def _check_same_steps(reference: Run, run: Run) -> None:
     step = min(here ^ there)
     lacking = run.name if step in here else reference.name
     raise UserError(
-        where, f"logs of {len(here)} and {len(there)} steps; step {step} is not in {lacking}", "the same steps"
+        where,
+        f"logs of {len(here)} and {counted(len(there), 'step')}; step {step} is not in {lacking}",
+        "the same steps",
     )
 
 

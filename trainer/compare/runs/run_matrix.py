@@ -30,6 +30,7 @@ from trainer.compare.runs.matrix import REFERENCE, Configuration, given_param_dt
 from trainer.compare.runs.parity import Thresholds, compare_runs
 from trainer.compare.runs.plots import plot_matrix, require_matplotlib
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 
 def run_matrix(
@@ -61,7 +62,7 @@ def run_matrix(
 
     with run_all([reference_job(train_args, output_dir)]) as finished:
         reference, seconds = _read_reference(*next(finished), output_dir)
-    print(f"reference: {len(reference.steps)} steps ({seconds:.0f} s)", flush=True)
+    print(f"reference: {counted(len(reference.steps), 'step')} ({seconds:.0f} s)", flush=True)
 
     entries, runs = {}, []
     jobs = _jobs(configurations, train_args, output_dir, share_launch)

@@ -14,6 +14,7 @@ from trainer.compare.zoo.tiny import shrink
 from trainer.entry import quiet_libraries
 from trainer.errors import UserError
 from trainer.flags.rules import BACKEND_RULES
+from trainer.metrics import counted
 
 LEFT_OUT = ("tp2-ring2", "exact", "exact-split")  # 4 ranks, and runs of another flag; --only can name them
 TEMPLATES, WEIGHTS = "templates", "weights"
@@ -217,7 +218,11 @@ def weight_rows(folder: str, configs: list) -> list[tuple]:
         return [(WEIGHTS, "pass", f"{form} (none here: only the config was read)")]
     resolve_model_folder(folder)
     unread = check_weights(_on_meta(configs[0]), folder, "--pretrain") if configs else []
-    note = f"{len(unread)} tensors are not part of the trained model, such as {unread[0]}" if unread else "complete"
+    note = (
+        f"{counted(len(unread), 'tensor is', 'tensors are')} not part of the trained model, such as {unread[0]}"
+        if unread
+        else "complete"
+    )
     return [(WEIGHTS, "pass", f"{form}; {note}")]
 
 
@@ -245,7 +250,7 @@ def template_rows(folder: str, vocab_size: int | None) -> list[tuple]:
             if not trains_stop(tokenizer, ids, mask):
                 raise UserError("--dataset", f"{NO_STOP}: {NO_END}", NO_STOP_CURE)
             marked = known or GENERATION_TAG.search(template)
-            note = f"{flags} (masked by {source if marked else 'comparing texts'}: {sum(mask)} of {len(ids)} tokens)"
+            note = f"{flags} (masked by {source if marked else 'comparing texts'}: {sum(mask)} of {counted(len(ids), 'token')})"
             if name == "thoughts":
                 learned = tokenizer.decode([token for token, trained in zip(ids, mask) if trained])
                 note += (
@@ -294,7 +299,7 @@ def run_layouts(configs: list, names: list[str], work_dir: Path, timeout: float,
     """Run a tiny model of the first of `configs` that can be built and trained by the plain loop."""
 
     def add_cell(configuration, cell) -> None:
-        ranks = f"{' '.join(configuration.args)} ({configuration.nproc} rank{'s' * (configuration.nproc > 1)})"
+        ranks = f"{' '.join(configuration.args)} ({counted(configuration.nproc, 'rank')})"
         add_row(configuration.name, cell["verdict"], cell["note"], ranks)
 
     zoo.write_demo(work_dir, timeout)

@@ -15,6 +15,7 @@ from trainer.datasets.conversations.messages import CALL, role_of
 from trainer.datasets.rows import HALF
 from trainer.errors import UserError, one_line
 from trainer.limits import limit, too_large
+from trainer.metrics import counted
 
 BREAK = "\ufdd0"  # a noncharacter of Unicode: no text holds it, and no template or tokenizer reads it
 CONTROL_LIKE = re.compile(r"<[|｜].*[|｜]>")  # an added token of such a form is a control token, special or not
@@ -213,7 +214,7 @@ def _encoded(tokenizer: Any, text: str, **options: Any) -> tuple[list[int], list
     if half := HALF.search(text):
         raise UserError("a text", f"holds \\u{ord(half[0]):x}, one half of a character", "whole characters of Unicode")
     if len(text) > limit("text_mb") << 20:
-        raise too_large("a text", f"{len(text)} characters", "text_mb")
+        raise too_large("a text", counted(len(text), "character"), "text_mb")
     if not tokenizer.is_fast:
         if BREAK in text:
             found = "holds control tokens, which a tokenizer without a fast version reads as such"

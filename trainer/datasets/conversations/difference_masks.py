@@ -6,6 +6,7 @@ from typing import Any
 from trainer.datasets.conversations.control_tokens import first_behind, is_stop_token
 from trainer.datasets.conversations.rendering import FLAG, chat_template, render
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 REMEDY = f"a template with {{% generation %}} markers via {FLAG}"
 
@@ -79,7 +80,7 @@ def _only_closes(tokenizer: Any, ids: list[int], shared: int) -> bool:
 
 def _rewrites(messages: list[dict], num: int) -> UserError:
     if num < len(messages) - 1 or messages[num]["role"] != "assistant":
-        found = f"renders the first {num} messages differently if others follow, so earlier turns cannot be masked"
+        found = f"renders the first {counted(num, 'message')} differently if others follow, so earlier turns cannot be masked"
         return UserError("the chat template", found, f"{REMEDY}, or --train_on last")
     found = "renders its generation prompt differently from the start of the answer, so the answer cannot be masked"
     return UserError("the chat template", found, REMEDY)

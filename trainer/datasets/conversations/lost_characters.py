@@ -7,7 +7,7 @@ from unicodedata import normalize
 
 from trainer.datasets.conversations.control_tokens import BREAK
 from trainer.datasets.conversations.messages import CONTENTS, THOUGHTS, role_of
-from trainer.datasets.shapes.notes import Notes, counted
+from trainer.datasets.shapes.notes import Notes, summed
 
 _fates: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by tokenizer: {character: its sets of `Notes`}
 
@@ -21,7 +21,7 @@ def note_lost(notes: Notes, tokenizer: Any, values: Iterable[Any], *ids: list[in
     for name, letters in fates_of(tokenizer, values).items():
         getattr(notes, name).update(letters)
     if _lost_thoughts(tokenizer, values, ids):
-        notes.facts.add(counted("the chat template leaves out the thoughts of earlier turns ({} rows)"))
+        notes.facts.add(summed("the chat template leaves out the thoughts of earlier turns ({:row})"))
     unknown, others = tokenizer.unk_token_id, (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
     if unknown is not None and unknown not in others and any(unknown in own for own in ids):
         found = f"reads some words or characters as {tokenizer.unk_token}, its unknown token"

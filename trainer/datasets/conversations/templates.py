@@ -36,18 +36,19 @@ from trainer.datasets.conversations.shown_texts import check_shown, has_trimmed,
 from trainer.datasets.conversations.tool_arguments import fit_arguments
 from trainer.datasets.rows import json_text
 from trainer.datasets.shapes.columns import TEMPLATE_ARGS
-from trainer.datasets.shapes.notes import Notes, counted
+from trainer.datasets.shapes.notes import Notes, summed
 from trainer.datasets.text_flags import is_jinja, read_arguments
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 REASON = "it drops the thoughts, or calls of tools do not fit its format"
 KEY_ASKS = ("its key asks for a loss", "no such key")
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"}
 LOST = (
-    "WARNING: {} of {} turns of the assistant have no loss: the chat template shows them otherwise than the model writes "
+    "WARNING: {} of {:turn of the assistant has|turns of the assistant have} no loss: the chat template shows them otherwise than the model writes "
     "them, such as without their thoughts (--train_on last, or a template that keeps them, cures that)"
 )
-TRIMMED = "the chat template leaves out white space at the ends of messages ({} rows)"
+TRIMMED = "the chat template leaves out white space at the ends of messages ({:row})"
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TAKES_CALLS_WITHOUT_CONTENT = re.compile(r"content'?\]? is none")
 _frames: dict[tuple[str, ...], str] = {}  # by template and special tokens
@@ -197,7 +198,9 @@ def render_chat(
         input_ids = render(tokenizer, messages, tools=tools) if messages else []
         return input_ids, [0] * len(input_ids)
     if messages[trained[-1] + 1 :]:
-        notes.facts.add(counted("{} rows end with messages after the last turn with a loss, which are left out"))
+        notes.facts.add(
+            summed("{:row ends|rows end} with messages after the last turn with a loss, which are left out")
+        )
     messages = messages[: trained[-1] + 1]
     marked = GENERATION_TAG.search(template)
     found, text = None, render(tokenizer, messages, tokenize=False, tools=tools)
@@ -221,7 +224,7 @@ def render_chat(
         found = f"does not show message {asked[0] + 1} as the model writes it, and {asks[0]}: {REASON}"
         raise UserError("the chat template", found, f"{REMEDY}, or {asks[1]}")
     if multiturn:
-        notes.facts.add(counted(LOST, len(lost), len(trained), without="loss on every turn of the assistant"))
+        notes.facts.add(summed(LOST, len(lost), len(trained), without="loss on every turn of the assistant"))
     loss_mask = [0] * len(input_ids)
     for turn, (start, end) in spans.items():
         shown = text[offsets[start][0] : offsets[end - 1][1]] if offsets else input_ids[start:end]
@@ -269,7 +272,7 @@ def _check_shown(tokenizer: Any, messages: list[dict], tools: list | None, text:
     check_shown(messages, tools, text, texts, key)
     notes.keys |= unshown_keys(messages, text)
     if has_trimmed(messages, text):
-        notes.facts.add(counted(TRIMMED))
+        notes.facts.add(summed(TRIMMED))
 
 
 def _frame(tokenizer: Any) -> str:
@@ -343,7 +346,7 @@ def _marked_spans(
     if len(runs) != len(turns):  # markers around the content only give an empty answer no token
         turns = [i for i in turns if _has_answer(messages[i])]
     if len(runs) != len(turns):
-        found = f"its {{% generation %}} markers mark {len(runs)} runs of tokens for {len(turns)} assistant turns"
+        found = f"its {{% generation %}} markers mark {counted(len(runs), 'run')} of tokens for {counted(len(turns), 'assistant turn')}"
         raise UserError("the chat template", found, "one marked block per assistant turn")
     return input_ids, offsets, dict(zip(turns, runs, strict=True))
 

@@ -11,6 +11,7 @@ import pandas as pd
 from trainer.datasets.files.input_checks import check_columns
 from trainer.datasets.library import place_of_file
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 QUOTES = 'text behind the closing quote of a field; a field in quotes spells a quote as ""'
 OTHER_MARKS = (";", "\t", "|")  # that some programs write between columns
@@ -89,6 +90,6 @@ def find_csv_fault(path: str) -> tuple[str, str] | None:
             if row is None:
                 return None
             if num_columns and (any(row[num_columns:]) or (len(row) < num_columns and _is_row(row))):
-                return f"line {first_line}", f"{len(row)} fields where the header has {num_columns}"
+                return f"line {first_line}", f"{counted(len(row), 'field')} where the header has {num_columns}"
             num_columns = num_columns or (len(row) if _is_row(row) else 0)
             first_line = reader.line_num + 1

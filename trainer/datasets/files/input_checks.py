@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from trainer.errors import UserError
 from trainer.limits import MB, limit, opened, too_large
+from trainer.metrics import counted
 
 PART = 1 << 20
 BATCH_BYTES = 64 * MB  # of decoded rows that are counted at a time
@@ -65,7 +66,7 @@ def _check_holes(file: BinaryIO, size: int, where: str) -> None:
 
 def check_columns(count: int, where: str) -> None:
     if count > limit("columns"):
-        raise too_large(where, f"{count} columns", "columns")
+        raise too_large(where, counted(count, "column"), "columns")
 
 
 def _check_packed(file: BinaryIO, head: bytes, size: int, where: str) -> None:
@@ -74,7 +75,7 @@ def _check_packed(file: BinaryIO, head: bytes, size: int, where: str) -> None:
         for part in _unpacked(file, head):
             found += len(part)
             if found > most:
-                raise too_large(where, f"{size} bytes that unpack to more than {most // MB} MB", "ratio")
+                raise too_large(where, f"{counted(size, 'byte')} that unpack to more than {most // MB} MB", "ratio")
     except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, RuntimeError, NotImplementedError):
         return  # its reader says what is wrong with it
 
@@ -122,7 +123,7 @@ def _check_parquet(file: BinaryIO, size: int, where: str) -> None:
         for batch in table.iter_batches(batch_size=rows, use_threads=False):
             found += batch.nbytes
             if found > most:
-                raise too_large(where, f"{size} bytes whose rows take more than {most // MB} MB", "ratio")
+                raise too_large(where, f"{counted(size, 'byte')} whose rows take more than {most // MB} MB", "ratio")
     except (pa.ArrowException, OSError):
         return
 

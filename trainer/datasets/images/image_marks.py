@@ -7,6 +7,7 @@ from trainer.datasets.files.image_files import COLUMN, SOURCES_OF_PARTS
 from trainer.datasets.shapes.notes import Notes
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 MARK = "￼"  # stands for an image in the text of a message until the template is rendered
 MARK_IN_ROWS = "<image>"
@@ -34,7 +35,7 @@ def with_marks(row: ReadRow, answers: tuple[str, ...], num_images: int) -> ReadR
     for side in [["prompt", name] for name in answers] or [["prompt"]]:
         num_marks = sum(counts.get(name, 0) for name in side)
         if num_marks != num_images:
-            found = f"{num_marks} marks for {num_images} images"
+            found = f"{counted(num_marks, 'mark')} for {counted(num_images, 'image')}"
             raise UserError(f"column {COLUMN}", found, 'one <image>, or one part {"type": "image"}, for each image')
     return row.with_parts(marked)
 

@@ -43,11 +43,12 @@ from trainer.datasets.samples.sets import Sets
 from trainer.datasets.shapes.columns import ROW
 from trainer.datasets.shapes.row_reader import SFT
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 IMAGE_VERSION = 2  # raise this if the same rows and images would give other samples
 SENTENCE = (
-    "; {num_images} images in {num_samples_with_images} samples, {num_image_tokens} image tokens; "
-    "{num_unfit} rows excluded whose images exceed --max_len"
+    "; {num_images:image} in {num_samples_with_images:sample}, {num_image_tokens:image token}; "
+    "{num_unfit:row} excluded whose images exceed --max_len"
 )
 
 
@@ -206,7 +207,7 @@ class _ImageMapping:
             **others,
         )
         if found.with_format("numpy")["unfit"][:].all():
-            raised = f"the images of no row fit into {self.max_len} tokens"
+            raised = f"the images of no row fit into {counted(self.max_len, 'token')}"
             raise UserError("--max_len", raised, "a larger number, or smaller images")
         self.found.append(found)
         return found

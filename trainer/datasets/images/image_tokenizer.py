@@ -11,6 +11,7 @@ from trainer.datasets.conversations.training_templates import special_tokens
 from trainer.datasets.images.image_marks import MARK
 from trainer.datasets.images.image_processor import image_token_ids
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 
 class ImageTokenizer:
@@ -44,7 +45,7 @@ class ImageTokenizer:
         )
         shown = texts[0].count(self._processor.image_token)
         if shown != num_marks:
-            found = f"shows {shown} marks {self._processor.image_token} for {num_marks} images"
+            found = f"shows {shown} marks {self._processor.image_token} for {counted(num_marks, 'image')}"
             raise UserError("the chat template", found, "a template for images, and no such text in messages")
         changed, moves = self._processor.get_text_with_replacements([texts[0]], self._replacements[:shown])
         if not tokenize:

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 ID_COLUMNS = ("input_ids", "chosen_ids", "rejected_ids", "prompt_ids")
 
@@ -69,7 +70,7 @@ def check_length(longest: int, row: int, flag: str, bounds: Bounds, noun: str = 
     """The warning for the longest row, if rotary positions end before it. Raises UserError if learned ones do."""
     if bounds.positions is None or longest <= bounds.positions:
         return []
-    found = f"{longest} {noun}, more than the model's {bounds.positions} positions"
+    found = f"{longest} {noun}, more than the model's {counted(bounds.positions, 'position')}"
     if bounds.learned:
         raise UserError(f"{flag} row {row + 1}", found, f"--max_len {bounds.positions}, or shorter rows")
     cure = f"--max_len {bounds.positions}, or a scaling of rope_parameters in config.json"
@@ -77,7 +78,7 @@ def check_length(longest: int, row: int, flag: str, bounds: Bounds, noun: str = 
 
 
 def _beyond(flag: str, row: int, token: int, vocab_size: int) -> UserError:
-    found = f"token {token} is beyond the {vocab_size} rows of the model's embedding"
+    found = f"token {token} is beyond the {counted(vocab_size, 'row')} of the model's embedding"
     return UserError(f"{flag} row {row + 1}", found, "the tokenizer of the model, or a model with a larger embedding")
 
 

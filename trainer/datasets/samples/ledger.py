@@ -6,6 +6,7 @@ import numpy as np
 from datasets import Dataset
 
 from trainer.datasets.shapes.notes import NOTE, summary_of_notes
+from trainer.metrics import counted, in_words
 
 
 @dataclass
@@ -16,7 +17,7 @@ class Ledger:
     """
 
     counts: dict[str, int]  # as stored in metrics.jsonl and certificate.json
-    sentence: str  # for str.format
+    sentence: str  # for in_words
     lines: list[str] = field(default_factory=list)  # how rows were read, and what of them is not used
     # names of --ignore_columns that rows have; None: not known, as with rows of prepare_data
     left_out: set[str] | None = field(default=None, compare=False)
@@ -25,7 +26,7 @@ class Ledger:
         return self.counts[name]
 
     def summary(self) -> str:
-        return self.sentence.format(**self.counts)
+        return in_words(self.sentence, **self.counts)
 
     def report(self, name: str) -> str:
         """The summary of the set `name`, then how its rows were read."""
@@ -49,7 +50,7 @@ def control_note(samples: Dataset, flag: str) -> list[str]:
 def note_of_controls(count: int, places: list[str]) -> list[str]:
     """The line about `count` rows with control tokens; `places` are the first ones."""
     first = ", ".join(places) + ", ..." * (count > len(places))
-    told = f"{count} rows hold control tokens, read as plain text (--read_control_tokens keeps them): {first}"
+    told = f"{counted(count, 'row holds', 'rows hold')} control tokens, read as plain text (--read_control_tokens keeps them): {first}"
     return [told] if count else []
 
 

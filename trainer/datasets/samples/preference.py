@@ -40,12 +40,13 @@ from trainer.datasets.shapes.row_reader import PAIRS
 from trainer.datasets.shapes.row_refusals import refuse_other_sets
 from trainer.datasets.shapes.spellings import with_known_names
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 ENDED = "num_ended_by_eos"  # a count of the ledger, if it is not 0
 SENTENCE = (
-    "{num_rows} rows: {num_samples} pairs, excluded {num_identical} with identical answers, "
+    "{num_rows:row}: {num_samples:pair}, excluded {num_identical} with identical answers, "
     "{num_empty} with an empty one and {num_cut_away} cut away by --max_len; "
-    "{num_truncated} truncated; {num_tokens} tokens"
+    "{num_truncated} truncated; {num_tokens:token}"
 )
 
 
@@ -88,7 +89,9 @@ def tokenize_preference(
     samples, ledger = keep_answers(pairs, "pair", sentence, fates, totals, flag=flag, **limits)
     if scored and (num_ended := _num_ended(pairs, flag)):
         ledger.counts[ENDED] = num_ended
-        ledger.lines.append(f"{num_ended} answers spell out eos, so scores are of answers with eos")
+        ledger.lines.append(
+            f"{counted(num_ended, 'answer spells', 'answers spell')} out eos, so scores are of answers with eos"
+        )
     return samples.remove_columns("ended"), ledger
 
 

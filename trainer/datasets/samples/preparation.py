@@ -11,6 +11,7 @@ from trainer.datasets.samples.prepared import is_prepared, write_prepared
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.samples.sft_samples import tokenize_rows, with_loss
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 FLAG = "--dataset"
 
@@ -42,7 +43,7 @@ def prepare_rows(
             end = min(first + rows_per_part, len(rows))
             part = rows.select(range(first, end))
             own.append(tokenize_rows(part, tokenizer, flag=flag, first_row=first, num_proc=num_proc, **options))
-            print(f"{end} of {len(rows)} rows" + f" of {flag}" * (flag != FLAG), flush=True)
+            print(f"{end} of {counted(len(rows), 'row')}" + f" of {flag}" * (flag != FLAG), flush=True)
         parts.extend(own)
         return concatenate_datasets(own)
 

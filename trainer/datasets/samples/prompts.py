@@ -23,18 +23,19 @@ from trainer.datasets.samples.ledger import Ledger, keep, ledger_of
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
-from trainer.datasets.shapes.notes import NOTE, counted
+from trainer.datasets.shapes.notes import NOTE, summed
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.references import possible_reference, reference_of
 from trainer.datasets.shapes.row_reader import PROMPT, RowReader, reader_of
 from trainer.datasets.text_flags import check_input_template
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
+from trainer.metrics import counted
 
 COLUMN = "column "  # before the name of a column that is kept for rewards
 SENTENCE = (
-    "{num_rows} rows: {num_samples} prompts, excluded {num_too_long} longer than --prompt_max_len "
-    "and {num_empty} empty; {num_tokens} tokens"
+    "{num_rows:row}: {num_samples:prompt}, excluded {num_too_long} longer than --prompt_max_len "
+    "and {num_empty} empty; {num_tokens:token}"
 )
 
 
@@ -76,7 +77,7 @@ def tokenize_prompts(
     ledger = ledger_of(prompts, flag, counts, SENTENCE)
     if not kept.any():
         is_long = counts["num_too_long"] > counts["num_empty"]
-        wanted = f"prompts of up to {max_len} tokens" if is_long else "prompts that are not empty"
+        wanted = f"prompts of up to {counted(max_len, 'token')}" if is_long else "prompts that are not empty"
         raise UserError(flag, f"no prompt is left ({ledger.summary()})", wanted)
     return keep(prompts.remove_columns(["control_tokens", NOTE]), kept), ledger
 
@@ -225,7 +226,7 @@ def _label(row: ReadRow, options: _Options) -> Any:
     except UserError:
         if not options.may_lack_label:
             raise
-        row.notes.facts.add(counted(f"{key} is taken for no label in {{}} rows; --label_key {key} says why"))
+        row.notes.facts.add(summed(f"{key} is taken for no label in {{:row}}; --label_key {key} says why"))
         return None
     if options.is_known_label:
         row.notes.shape += f", {key} -> label of the reward"

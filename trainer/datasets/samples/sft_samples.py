@@ -43,12 +43,13 @@ from trainer.datasets.shapes.row_refusals import needed, refuse_other_sets
 from trainer.datasets.text_flags import check_input_template
 from trainer.errors import UserError
 from trainer.flags.data_rules import refuse_for_rows
+from trainer.metrics import counted
 
 FLAGS = ("truncated", "empty", "stop_trained", "control_tokens")
 LEDGER_COLUMNS = (*FLAGS, NOTE)  # the others belong to a sample
 SENTENCE = (
-    "{num_rows} rows: {num_samples} samples, {num_excluded} excluded (no loss token), {num_truncated} truncated; "
-    "{num_tokens} tokens, {num_loss_tokens} with loss; stop token trained in {num_stop_trained} of {num_samples}"
+    "{num_rows:row}: {num_samples:sample}, {num_excluded} excluded (no loss token), {num_truncated} truncated; "
+    "{num_tokens:token}, {num_loss_tokens} with loss; stop token trained in {num_stop_trained} of {num_samples}"
 )
 
 
@@ -200,7 +201,7 @@ def with_loss(samples: Dataset, flag: str, max_len: int, allow_no_stop: bool) ->
             if empty > cut
             else f"answers that fit into --max_len {max_len}"
         )
-        found = f"no sample is left: {empty} rows have no answer to train, {cut} are cut off ({ledger.summary()})"
+        found = f"no sample is left: {counted(empty, 'row has', 'rows have')} no answer to train, {counted(cut, 'is', 'are')} cut off ({ledger.summary()})"
         raise UserError(flag, found, wanted)
     ledger.lines += check_stops(counts, total("truncated", kept) == counts["num_samples"], flag, allow_no_stop)
     samples = samples.select_columns([name for name in samples.column_names if name not in LEDGER_COLUMNS])

@@ -24,7 +24,7 @@ from trainer.datasets.samples.stops import check_stops
 from trainer.datasets.shapes.notes import NOTE, summary_of_notes
 from trainer.errors import UserError
 
-CONTROL = "{num_control_tokens} rows hold control tokens, read as plain text"
+CONTROL = "{num_control_tokens:row holds|rows hold} control tokens, read as plain text"
 PEEKED = 100  # rows that are tokenized before the run, for the first sample and the average length
 
 

@@ -52,9 +52,9 @@ from trainer.datasets.shapes.spellings import with_known_names
 from trainer.errors import UserError
 
 SENTENCE = (
-    "{num_rows} rows: {num_samples} answers, {num_desirable} of them desirable, excluded "
+    "{num_rows:row}: {num_samples:answer}, {num_desirable} of them desirable, excluded "
     "{num_empty} empty ones and {num_cut_away} cut away by --max_len; "
-    "{num_truncated} truncated; {num_tokens} tokens"
+    "{num_truncated} truncated; {num_tokens:token}"
 ) + STOPS_SENTENCE
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from trainer.datasets.conversations.messages import IGNORE, LOSS_WORDS
 from trainer.datasets.rows import truth_value
-from trainer.datasets.shapes.notes import Notes, counted
+from trainer.datasets.shapes.notes import Notes, summed
 from trainer.errors import UserError
 
 # true: the answer is trained
@@ -24,7 +24,7 @@ def is_trained(columns: Any, notes: Notes) -> bool:
     for name, value in found.items():
         without = f"column {name} leaves no row out of the loss"
         notes.facts.add(
-            counted(f"column {name} leaves {{}} of {{}} rows out of the loss", int(not value), 1, without=without)
+            summed(f"column {name} leaves {{}} of {{:row}} out of the loss", int(not value), 1, without=without)
         )
     return all(found.values())
 

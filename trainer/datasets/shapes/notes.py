@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from trainer.metrics import in_words
+
 NOTE = "note"  # the column of a tokenized row that holds its note
 SEPARATOR, UNIT = "\t", "\x1f"
 SHOWN = 10  # characters of a line
@@ -11,12 +13,12 @@ SHOWN = 10  # characters of a line
 LINES = {
     "columns": "columns not used: {all}",
     "keys": "keys of messages not used: {all}",
-    "lost": "WARNING: the tokenizer drops these characters, in {rows} rows: {first}",
-    "spaces": "WARNING: the tokenizer reads these characters as a space, in {rows} rows: {first}",
-    "changed": "WARNING: the tokenizer reads these characters as others, in {rows} rows: {first}",
-    "runs": "WARNING: the tokenizer reads several of these characters as one, in {rows} rows: {first}",
-    "ends": "WARNING: the tokenizer drops these characters at the ends of texts, in {rows} rows: {first}",
-    "marks": "WARNING: {rows} rows hold {all} as plain text, because they have no column of that kind",
+    "lost": "WARNING: the tokenizer drops these characters, in {rows:row}: {first}",
+    "spaces": "WARNING: the tokenizer reads these characters as a space, in {rows:row}: {first}",
+    "changed": "WARNING: the tokenizer reads these characters as others, in {rows:row}: {first}",
+    "runs": "WARNING: the tokenizer reads several of these characters as one, in {rows:row}: {first}",
+    "ends": "WARNING: the tokenizer drops these characters at the ends of texts, in {rows:row}: {first}",
+    "marks": "WARNING: {rows:row holds|rows hold} {all} as plain text, because they have no column of that kind",
     "left_out": "",
 }
 
@@ -46,10 +48,10 @@ class Notes:
         return SEPARATOR.join([self.shape, *(", ".join(sorted(names)) for names in sets), *sorted(self.facts)])
 
 
-def counted(text: str, *numbers: int, without: str = "") -> str:
+def summed(text: str, *numbers: int, without: str = "") -> str:
     """A fact for `Notes`. Its line is `text` with the sums of the numbers over all rows, or `without` if the first is 0.
 
-    counted("{} of {} turns", 1, 2) in three rows gives "3 of 6 turns". Without numbers, the rows are counted.
+    summed("{} of {:turn}", 1, 2) in three rows gives "3 of 6 turns". Without numbers, the rows are counted.
     """
     return UNIT.join([text, without, *map(str, numbers or (1,))])
 
@@ -59,7 +61,7 @@ def summary_of_notes(notes: Iterable[str]) -> tuple[list[str], set[str]]:
     shapes: Counter = Counter()
     found: dict[str, set[str]] = {name: set() for name in LINES}
     rows = dict.fromkeys(LINES, 0)
-    facts, sums = set(), {}  # of `counted`: {(text, without): numbers}
+    facts, sums = set(), {}  # of `summed`: {(text, without): numbers}
     for note, count in Counter(notes).items():
         shape, *names = note.split(SEPARATOR) if note else [""] * (1 + len(LINES))
         shapes[shape] += count
@@ -80,6 +82,6 @@ def summary_of_notes(notes: Iterable[str]) -> tuple[list[str], set[str]]:
     for kind, text in LINES.items():
         if text and (all_names := sorted(found[kind])):
             first = " ".join(all_names[:SHOWN]) + " ..." * (len(all_names) > SHOWN)
-            lines.append(text.format(rows=rows[kind], all=", ".join(all_names), first=first))
-    told = [(text if values[0] else without).format(*values) for (text, without), values in sums.items()]
+            lines.append(in_words(text, rows=rows[kind], all=", ".join(all_names), first=first))
+    told = [in_words(text if values[0] else without, *values) for (text, without), values in sums.items()]
     return lines + sorted(facts) + sorted(line for line in told if line), found["left_out"]

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.comma_separated import names_in
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 FLAGS_OF = {"dataset": "dataset_flags", "eval_dataset": "eval_dataset_flags"}
 SPLIT_OF = {"dataset": "dataset_split", "eval_dataset": "eval_split"}
@@ -26,7 +27,11 @@ def read(text: str | None, flag: str, names: str | None) -> list[dict[str, Any]]
         shown = " ".join(str(text).split())[:80]
         raise UserError(where, shown, 'a JSON list of objects, such as [{"input_key": "q"}, {}]')
     if text is not None and len(own) != len(names_in(names)):
-        raise UserError(where, f"{len(own)} objects for {len(names_in(names))} sets", f"one for each set of --{flag}")
+        raise UserError(
+            where,
+            f"{counted(len(own), 'object')} for {counted(len(names_in(names)), 'set')}",
+            f"one for each set of --{flag}",
+        )
     return own
 
 

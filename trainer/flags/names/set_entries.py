@@ -13,6 +13,7 @@ from trainer.comma_separated import names_in
 from trainer.errors import UserError
 from trainer.flags.names.own_flags import FLAGS_OF, MAX_SAMPLES, SPLIT, SPLIT_OF, read
 from trainer.flags.names.suggestions import misspelled, suggestion
+from trainer.metrics import counted
 
 # what a set may have of its own: how its rows are read
 OWN = (
@@ -64,7 +65,7 @@ def _of_list(values: dict, flag: str, own_flag: str, command: str, fields: dict)
         _check(own[-1], f"{where} ({path})", flag, command, fields, (PATH, *([WEIGHT] if weights_flag else [])))
     if weights and len(weights) != len(paths):
         raise UserError(
-            f"{flag}:", f"{len(weights)} of {len(paths)} sets have a {WEIGHT}", "a weight for each, or none"
+            f"{flag}:", f"{len(weights)} of {counted(len(paths), 'set')} have a {WEIGHT}", "a weight for each, or none"
         )
     found = {flag: ",".join(paths), own_flag: json.dumps(own, ensure_ascii=False)}
     return found | ({weights_flag: ",".join(map(repr, weights))} if weights else {})

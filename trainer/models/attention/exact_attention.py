@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trainer.errors import UserError
 from trainer.exact.block_attention import block_attention
 from trainer.exact.split_rows import Own, SplitRows, Whole
+from trainer.metrics import counted
 from trainer.models.attention.attention_call import read_call
 from trainer.models.attention.ulysses import gather_heads, gather_tokens
 
@@ -32,7 +33,9 @@ def exact_attention(mode: str, split: SplitRows, by_blocks: bool = False) -> Cal
             found = "equal bits are not proved for soft caps, sinks and chunks of attention"
             raise UserError("--exact", f"{found} here", f"{flag} {allowed}".removeprefix("--exact "))
         if mode == "ulysses" and key.shape[1] % split.size:
-            found = f"ulysses over {split.size} ranks, which do not divide the {key.shape[1]} KV heads of a rank"
+            found = (
+                f"ulysses over {counted(split.size, 'rank')}, which do not divide the {key.shape[1]} KV heads of a rank"
+            )
             raise UserError("--exact", found, "--sp_mode ring")
         query, key, value = (gather(tensor, split) for tensor in (call.query, key, value))
         if by_blocks:

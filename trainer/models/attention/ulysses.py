@@ -15,6 +15,7 @@ from trainer.datasets.batches.packing import HostBounds
 from trainer.datasets.batches.sequence_split import natural_order, zigzag_order
 from trainer.distributed.gradient_collectives import AllToAll
 from trainer.errors import UserError
+from trainer.metrics import counted
 from trainer.models.attention.varlen import varlen_attention_forward
 
 
@@ -22,7 +23,7 @@ def validate_ulysses(num_heads: int, sp_size: int) -> None:
     """Raise UserError unless `sp_size` divides the query heads. Under tp, `num_heads` is per tp rank."""
     if num_heads % sp_size:
         fits = ", ".join(str(size) for size in range(1, num_heads + 1) if num_heads % size == 0)
-        found = f"ulysses over {sp_size} ranks, which do not divide {num_heads} heads"
+        found = f"ulysses over {counted(sp_size, 'rank')}, which do not divide {counted(num_heads, 'head')}"
         raise UserError("--sp_mode", found, f"ring; ulysses with --ring_attn_size {fits}")
 
 

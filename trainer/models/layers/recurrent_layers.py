@@ -26,6 +26,7 @@ from trainer.datasets.batches.global_batches import copied
 from trainer.datasets.batches.sequence_split import natural_order, zigzag_shard
 from trainer.distributed.gradient_collectives import Gather, ScatterSum, Sum, SumGradients
 from trainer.errors import UserError
+from trainer.metrics import counted
 from trainer.models.layers.head_shares import OwnHeads
 
 # model_type of transformers -> class of its mixers. Each maps hidden states (rows, tokens, hidden) to the same shape,
@@ -75,7 +76,7 @@ def restart_at_documents(
     mixers = mixers_of(model)
     expected = sum(layer in WITH_MIXER for layer in getattr(config, "layer_types", None) or ())
     if len(mixers) != expected:  # remote code with the model_type of transformers' own model
-        found = f"{config.model_type} has {expected} layers with a state; {len(mixers)} of them are known"
+        found = f"{config.model_type} has {counted(expected, 'layer')} with a state; {len(mixers)} of them are known"
         raise UserError("--packing_samples, --ring_attn_size", found, "leave them out")
     if not mixers:
         return

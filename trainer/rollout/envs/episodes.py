@@ -23,6 +23,7 @@ from trainer.datasets.conversations.turns import check_call_format, continuation
 from trainer.datasets.samples.prompts import columns_of
 from trainer.distributed.collectives import gather_objects
 from trainer.errors import Failed, UserError
+from trainer.metrics import counted
 from trainer.rollout.engines.sampling import Completion, Sampling, sample_seed
 from trainer.rollout.envs.environments import Response, read_opening, read_step, reset
 from trainer.rollout.envs.given_messages import check_new
@@ -253,7 +254,7 @@ def _opened(environments: Environments, episode: Episode, opening: Any) -> tuple
         return ids, ""
     where = f"{environments.where}: reset, row {episode.prompt['row'] + 1}"
     allowed = f"up to --prompt_max_len {environments.prompt_max_len}"
-    return [], str(Failed(where, f"messages of {len(ids)} tokens", allowed))
+    return [], str(Failed(where, f"messages of {counted(len(ids), 'token')}", allowed))
 
 
 def _open(environments: Environments, episodes: list[Episode]) -> list[tuple[list[int], str]]:

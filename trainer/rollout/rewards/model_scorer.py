@@ -11,6 +11,7 @@ from trainer.datasets.conversations.turn_ends import scored_ends
 from trainer.datasets.samples.answers import scored_position
 from trainer.distributed.mesh import resolve_device
 from trainer.errors import UserError
+from trainer.metrics import counted
 from trainer.models.cpu_matmul import choose_cpu_matmul
 from trainer.models.model_loading import load_tokenizer, resolve_model_folder
 from trainer.models.reward import check_head, scoring_pad
@@ -41,7 +42,7 @@ class ModelScorer:
         options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
         model = AutoModelForSequenceClassification.from_pretrained(folder, **options)
         if model.config.num_labels != 1:
-            raise UserError(FLAG, f"{folder} has {model.config.num_labels} labels", "1")
+            raise UserError(FLAG, f"{folder} has {counted(model.config.num_labels, 'label')}", "1")
         self.model = model.to(resolve_device(device)).eval()
         if self.model.device.type == "cpu":
             choose_cpu_matmul("auto")
@@ -80,7 +81,9 @@ class ModelScorer:
         """One score per response. Raises ValueError if the lists have different lengths."""
         finished = [True] * len(responses) if finished is None else finished
         if not len(prompts) == len(responses) == len(finished):
-            raise ValueError(f"{len(prompts)} prompts, {len(responses)} responses, {len(finished)} finished")
+            raise ValueError(
+                f"{counted(len(prompts), 'prompt')}, {counted(len(responses), 'response')}, {len(finished)} finished"
+            )
         ids = [self.input_ids(*texts) for texts in zip(prompts, responses, finished)]
         scores = []
         for start in range(0, len(ids), self.batch_size):

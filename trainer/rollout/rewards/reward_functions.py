@@ -16,6 +16,7 @@ from typing import Any
 
 from trainer.comma_separated import names_in
 from trainer.errors import Failed, UserError
+from trainer.metrics import counted
 from trainer.rollout.rewards.format_rewards import answer_reward, format_reward, multiple_choice_reward
 from trainer.rollout.rewards.math_reward import MATH_REWARDS, exact_match
 from trainer.rollout.rewards.other_signatures import adapted
@@ -336,7 +337,9 @@ def _numbers(where: str, values: Any, count: int) -> list[float]:
         shown = " ".join(str(values).split())[:60]
         raise UserError(where, f"gave {type(values).__name__} {shown}", "a list of numbers") from None
     if len(found) != count:
-        raise UserError(where, f"{len(found)} scores for {count} responses", "one number per response")
+        raise UserError(
+            where, f"{counted(len(found), 'score')} for {counted(count, 'response')}", "one number per response"
+        )
     for number, value in enumerate(found):
         if not abs(value) <= LARGEST_SCORE:  # nan too
             allowed = f"finite numbers from {-LARGEST_SCORE:g} to {LARGEST_SCORE:g}"

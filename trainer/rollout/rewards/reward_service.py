@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from trainer.limits import limit
+from trainer.metrics import counted
 from trainer.rollout.peers import BadAnswer, check_values
 from trainer.rollout.rewards.http_service import (
     CLOSE,
@@ -72,7 +73,9 @@ class Batcher:
         if not responses:
             return []
         if self.queued and self.queued + len(responses) > self._limits.max_queue:
-            raise Refused(503, f"{self.queued} texts wait; --max_queue is {self._limits.max_queue}")
+            raise Refused(
+                503, f"{counted(self.queued, 'text waits', 'texts wait')}; --max_queue is {self._limits.max_queue}"
+            )
         job = Job(prompts, responses, finished, asyncio.get_running_loop().create_future())
         self._jobs.append(job)
         self.queued += len(responses)
@@ -137,7 +140,7 @@ class Batcher:
         try:
             scores = list(await loop.run_in_executor(self._thread, self._score, *texts))
             if len(scores) != len(texts[0]):
-                raise ValueError(f"{len(scores)} scores for {len(texts[0])} texts")
+                raise ValueError(f"{counted(len(scores), 'score')} for {counted(len(texts[0]), 'text')}")
         except Exception as error:  # such as no memory; the next batch may fit
             reason = " ".join(str(error).split())[:200]
             return iter(()), Refused(500, f"scoring failed: {type(error).__name__}: {reason}")
@@ -227,9 +230,11 @@ def _texts(body: bytes, max_text: int) -> tuple[list[str], list[str], list[bool]
             except UnicodeEncodeError:  # a lone surrogate, which is valid in JSON and in no tokenizer
                 raise Refused(400, f"{name}[{number}] is not Unicode text") from None
             if size > max_text:
-                raise Refused(413, f"{name}[{number}] has {size} bytes; --max_text_kb is {max_text >> 10}")
+                raise Refused(413, f"{name}[{number}] has {counted(size, 'byte')}; --max_text_kb is {max_text >> 10}")
     if not len(prompts) == len(responses) == len(finished):
-        raise Refused(400, f"{len(prompts)} prompts, {len(responses)} responses, {len(finished)} finished")
+        raise Refused(
+            400, f"{counted(len(prompts), 'prompt')}, {counted(len(responses), 'response')}, {len(finished)} finished"
+        )
     return prompts, responses, finished
 
 

@@ -11,6 +11,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from trainer.errors import UserError
+from trainer.metrics import counted
 
 # name: fields as (number, name, kind). A kind is a scalar of protobuf or a message; "*" repeats, "map:" has text keys
 MESSAGES = {
@@ -151,7 +152,7 @@ def _row(number: int, datum) -> dict:
 
 def _array(data: bytes, dtype, where: str) -> np.ndarray:
     if len(data) % np.dtype(dtype).itemsize:
-        raise UserError(where, f"{len(data)} bytes, which are no {np.dtype(dtype).name} numbers")
+        raise UserError(where, f"{counted(len(data), 'byte')}, which are no {np.dtype(dtype).name} numbers")
     return np.frombuffer(data, dtype)
 
 

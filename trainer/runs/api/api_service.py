@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from trainer.datasets.rows import HALF
 from trainer.errors import UserError
+from trainer.metrics import counted
 from trainer.models.losses.client_loss import CLIENT_LOSSES
 from trainer.rollout.engines.sampling import Sampling, sample_seed
 from trainer.rollout.rewards.http_service import Door, HTTPLimits, Refused, as_json
@@ -197,14 +198,15 @@ class TrainingService:
                 raise UserError(f"data[{number}].loss_fn_inputs of {ask['loss_fn']}", found, ", ".join(sorted(needed)))
             if odd := [name for name in needed if len(row[name]) != len(row["input_ids"])]:
                 raise UserError(
-                    f"data[{number}].{odd[0]}", f"{len(row[odd[0]])} values for {len(row['input_ids'])} tokens"
+                    f"data[{number}].{odd[0]}",
+                    f"{counted(len(row[odd[0]]), 'value')} for {counted(len(row['input_ids']), 'token')}",
                 )
             self._check_tokens(f"data[{number}].target_tokens", row["target_tokens"])
             row["input_ids"] = row["input_ids"].tolist()
 
     def _check_tokens(self, where: str, tokens) -> None:
         if not 0 < len(tokens) <= self._offer.max_len:
-            raise UserError(where, f"{len(tokens)} tokens", f"1 to {self._offer.max_len} (--max_len)")
+            raise UserError(where, counted(len(tokens), "token"), f"1 to {self._offer.max_len} (--max_len)")
         found = np.asarray(tokens)
         if not np.all((found >= 0) & (found < self._offer.vocab_size) & (found == np.floor(found))):
             raise UserError(where, "a token outside of the vocabulary", f"0 to {self._offer.vocab_size - 1}")
@@ -319,7 +321,7 @@ class TrainingService:
         room = self._offer.max_len - num_tokens
         most, stop = params.get("max_tokens"), params.get("stop")
         if most is not None and not 0 < whole_of("max_tokens", most, -LARGEST, LARGEST) <= room:
-            raise UserError("max_tokens", f"{most} after {num_tokens} tokens", f"1 to {room} (--max_len)")
+            raise UserError("max_tokens", f"{most} after {counted(num_tokens, 'token')}", f"1 to {room} (--max_len)")
         most = room if most is None else int(most)
         stops = [stop] if isinstance(stop, str) else stop or []
         texts = tuple(one for one in stops if isinstance(one, str))

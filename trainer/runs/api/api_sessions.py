@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.limits import limit
+from trainer.metrics import counted
 from trainer.rollout.rewards.http_service import Refused
 
 PROTOBUF = "application/x-protobuf"
@@ -53,7 +54,10 @@ class Sessions:
     def open(self) -> str:
         """The name of a new session. Raises Refused if there are too many."""
         if len(self._open) >= SESSIONS * self._most:
-            raise Refused(422, f"{len(self._open)} sessions are open already ({SESSIONS} for each of --max_clients)")
+            raise Refused(
+                422,
+                f"{counted(len(self._open), 'session is', 'sessions are')} open already ({SESSIONS} for each of --max_clients)",
+            )
         name = f"session-{secrets.token_hex(8)}"
         self._open[name] = Session(time.monotonic())
         return name
@@ -90,7 +94,7 @@ class Sessions:
     def add_model(self, session: Session, model_id: str, facts: dict) -> None:
         """Note a model until its session ends, or it cannot be made. Raises Refused if there are too many."""
         if sum(len(one.models) for one in self._open.values()) >= self._most:
-            raise Refused(422, f"{self._most} models are here already (--max_clients)")
+            raise Refused(422, f"{counted(self._most, 'model is', 'models are')} here already (--max_clients)")
         session.models[model_id], self._owners[model_id] = facts, session
 
     def add_sampler(self, session: Session, sampler: str) -> None:
@@ -116,7 +120,10 @@ class Sessions:
             waiting = len(session.futures) - len(session.read)
             if waiting >= limit("unread") or session.unread >= limit("unread_kb") << 10:
                 self.drop(session, makes)
-                raise Refused(429, f"{waiting} answers of this session with {session.unread} bytes were not read")
+                raise Refused(
+                    429,
+                    f"{counted(waiting, 'unread answer')} of this session with {counted(session.unread, 'byte')}",
+                )
             loop = asyncio.get_running_loop()
             future = session.futures[key] = loop.create_future()
             self._owners[key] = session

@@ -5,6 +5,7 @@ from typing import Optional
 
 from trainer.comma_separated import names_in
 from trainer.flags.common_flags import LoraArguments
+from trainer.metrics import counted
 from trainer.model_folders.adapter_folder import read_adapter
 from trainer.models.lora import LoraOptions, add_adapter
 from trainer.runs.feature import Feature
@@ -23,7 +24,7 @@ def add_adapter_of_flags(flags: LoraArguments, strategy, model, pretrain: str, s
     add_adapter(model, options, os.path.abspath(pretrain) if os.path.isdir(pretrain) else pretrain)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     origin = f", from {start}" if start else ""
-    strategy.print(f"LoRA of rank {flags.lora_rank}: {num_trained} trainable parameters{origin}")
+    strategy.print(f"LoRA of rank {flags.lora_rank}: {counted(num_trained, 'trainable parameter')}{origin}")
     if start and (dropout := read_adapter(start, "--lora_adapter").dropout) != flags.lora_dropout:
         strategy.print(f"its dropout was {dropout}; this run has --lora_dropout {flags.lora_dropout}")
 

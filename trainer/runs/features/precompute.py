@@ -7,6 +7,7 @@ import torch
 
 from trainer.distributed.collectives import broadcast_object, rank_0_alone
 from trainer.methods import reference_cache as cache
+from trainer.metrics import counted
 from trainer.runs.feature import Feature
 from trainer.runs.preference_runs import load_reference
 
@@ -31,9 +32,9 @@ def add_log_probs(run) -> None:
             loader = run.build_loader(pairs, shuffle=False)
             log_probs = cache.compute(strategy, reference, loader, pairs, run.setup.sp_group)
             rank_0_alone(functools.partial(cache.write, path, log_probs))
-            strategy.print(f"reference log-probs of {len(pairs)} pairs computed and saved in {path}")
+            strategy.print(f"reference log-probs of {counted(len(pairs), 'pair')} computed and saved in {path}")
         else:
-            strategy.print(f"reference log-probs of {len(pairs)} pairs read from {path}")
+            strategy.print(f"reference log-probs of {counted(len(pairs), 'pair')} read from {path}")
         result.append(cache.with_log_probs(pairs, log_probs))
     run.samples, run.eval_samples = result
     del reference

@@ -77,7 +77,7 @@ def vllm_engine(run, options: dict):
     args, setup = run.args, run.setup
     share, num_ranks = args.rollout.vllm_gpu_memory_utilization, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if setup.strategy.device.type == "cuda" and num_ranks > torch.cuda.device_count():
-        found = f"vllm with {num_ranks} ranks on {counted(torch.cuda.device_count(), 'GPU')}"
+        found = f"vllm with {counted(num_ranks, 'rank')} on {counted(torch.cuda.device_count(), 'GPU')}"
         raise UserError("--rollout_engine", found, "hf, or a GPU for each rank")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

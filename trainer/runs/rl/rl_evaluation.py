@@ -10,6 +10,7 @@ from trainer.datasets.files.set_names import names_of_sets
 from trainer.datasets.rows import check_keys, column_of_key, lookup
 from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
+from trainer.metrics import counted
 from trainer.rollout.evaluation import FOLDER, GROUPS, Evaluation, write_answers
 from trainer.rollout.samples import Sample
 from trainer.runs.run_data import own_flags_of, reading, shown_names
@@ -63,6 +64,6 @@ def _sources(rows: Dataset, key: str | None, flag: str, evaluates: bool) -> list
         if not evaluates:
             return []
         raise UserError(
-            "--eval_source_key", f"{key} has {len(set(found))} values", f"a column with up to {MOST_VALUES}"
+            "--eval_source_key", f"{key} has {counted(len(set(found)), 'value')}", f"a column with up to {MOST_VALUES}"
         )
     return found

@@ -8,6 +8,7 @@ from trainer.errors import UserError
 from trainer.flags.names.presets import describe_preset
 from trainer.methods.load_balance import experts_per_token, with_batch_balance_loss
 from trainer.methods.teacher_loss import make_on_policy_loss
+from trainer.metrics import counted
 from trainer.model_folders.model_folder import read_config
 from trainer.models.attention import prompt_tree
 from trainer.models.layers.routing_replay import Routers
@@ -79,7 +80,7 @@ def read_frozen(run) -> None:
         raise UserError("--turn_rewards", found, "rollouts with --env of this version, or leave it out")
     odd = next((len(samples) for samples in frozen if len(samples) % size), None)
     if odd is not None:
-        found = f"{size} with a rollout of {odd} samples in {args.rollout.rollouts_from}"
+        found = f"{size} with a rollout of {counted(odd, 'sample')} in {args.rollout.rollouts_from}"
         raise UserError("--n_samples_per_prompt", found, "the value of the run that made the rollouts")
     run.frozen = frozen
 

@@ -12,6 +12,7 @@ from trainer.distributed.collectives import rank_0_alone, rank_0_first
 from trainer.errors import UserError
 from trainer.flags.rl_flags import PPOArguments
 from trainer.methods.roles import reward_scores
+from trainer.metrics import counted
 from trainer.models.model_loading import load_tokenizer, resolve_adapted_model
 from trainer.models.reward import check_head, lacks_head, make_initial_reward_model, return_token_scores, scoring_pad
 from trainer.rollout.placement import share
@@ -96,7 +97,7 @@ def _reward_models(args: PPOArguments, setup: Setup, output_dir: str, make_batch
             args.model, setup, folder, AutoModelForSequenceClassification, "--reward_pretrain", False, adapter
         )
         if model.config.num_labels != 1:
-            raise UserError("--reward_pretrain", f"{name} has {model.config.num_labels} labels", "1")
+            raise UserError("--reward_pretrain", f"{name} has {counted(model.config.num_labels, 'label')}", "1")
         pad = scoring_pad(model, tokenizer)  # it may differ from the policy's pad token
         return_token_scores(model)
         model = frozen_model(setup, model, args.scores.offload_reward)

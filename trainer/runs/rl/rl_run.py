@@ -20,7 +20,7 @@ from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rules import refuse
 from trainer.methods.ppo import train_ppo
 from trainer.methods.ppo_state import EntropyCoef, PPORun, RLState
-from trainer.metrics import Rows
+from trainer.metrics import Rows, counted
 from trainer.rollout.evaluation import groups_of_rows
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT, PromptOrder
 from trainer.rollout.resumed_rollouts import origin_of
@@ -124,7 +124,7 @@ def count_steps(args: PPOArguments, order, frozen: Optional[list], per_prompt: O
     steps_of_rollouts = sum(-(-size // args.batch.train_batch_size) for size in sizes)
     total = args.batch.max_steps or args.batch.max_epochs * steps_of_rollouts
     if args.critic.freezing_actor_steps >= total:
-        found = f"{args.critic.freezing_actor_steps}, but the run has {total} steps, so the policy would not train"
+        found = f"{args.critic.freezing_actor_steps}, but the run has {counted(total, 'step')}, so the policy would not train"
         raise UserError("--freezing_actor_steps", found, f"up to {total - 1}")
     return total
 
@@ -134,7 +134,9 @@ def note_first_rollout(run: RLRun, evaluates: bool) -> None:
     if run.progress.step == 0 and run.frozen is None:
         size, each = min(run.args.rollout.rollout_batch_size, len(run.samples)), run.args.rollout.n_samples_per_prompt
         first = "evaluating, then " if run.ppo.evaluation and evaluates else ""
-        run.setup.strategy.print(f"step 1: {first}generating {size * each} responses to {size} prompts")
+        run.setup.strategy.print(
+            f"step 1: {first}generating {counted(size * each, 'response')} to {counted(size, 'prompt')}"
+        )
 
 
 def note_math(strategy, reward_func: Optional[str]) -> None:

@@ -34,6 +34,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.distributed.bucketed_gather import chunk_sizes
 from trainer.distributed.sharded_tensors import sharded_logits
 from trainer.errors import UserError
+from trainer.metrics import counted
 from trainer.model_parallel.expert_parallel import are_experts, forward_of_part
 from trainer.model_parallel.tp_plans import pattern_of
 
@@ -127,7 +128,7 @@ def validate_experts(model: torch.nn.Module, tp: int) -> None:
             number = getattr(parameter, "ds_shape", parameter.shape)[0]
             if number % tp:
                 fits = ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
-                found = f"{tp} does not divide the {number} experts of {type(model).__name__}"
+                found = f"{tp} does not divide the {counted(number, 'expert')} of {type(model).__name__}"
                 raise UserError("--tensor_parallel_size", found, fits)
 
 

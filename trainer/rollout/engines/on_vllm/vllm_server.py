@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.errors import UserError
+from trainer.metrics import counted
 from trainer.rollout.engines.checksum import Checksum
 from trainer.rollout.engines.routing import Router, send_to_each
 from trainer.rollout.engines.sampling import Completion, Sampling
@@ -323,7 +324,7 @@ def _completion(answer: Any, limit: int, vocab_size: int, num_logprobs: int = 0)
     if not isinstance(ids, list) or not all(_is_token(token, vocab_size) for token in ids):
         raise ValueError(f"token_ids are no list of numbers below {vocab_size}")
     if len(ids) != len(steps) or len(ids) > limit:
-        raise ValueError(f"{len(ids)} tokens with {len(steps)} log-probs, at most {limit} asked")
+        raise ValueError(f"{counted(len(ids), 'token')} with {len(steps)} log-probs, at most {limit} asked")
     log_probs = [_log_prob(step["logprob"]) for step in steps]
     kept_ids = []
     if num_logprobs:
@@ -346,5 +347,5 @@ def _kept(likely: list[dict], sampled: int, count: int, vocab_size: int) -> list
     """The tokens of a step that were not cut off. Raises ValueError if they are too few, or lack the sampled one."""
     kept = [one["token_id"] for one in likely if one["logprob"] > CUT_OFF]
     if len(likely) < count or sampled not in kept or not all(_is_token(token, vocab_size) for token in kept):
-        raise ValueError(f"{len(likely)} likely tokens, {count} asked, and token {sampled} was sampled")
+        raise ValueError(f"{counted(len(likely), 'likely token')}, {count} asked, and token {sampled} was sampled")
     return kept
