@@ -1,5 +1,6 @@
 """README.md and the menu are short, parity figures agree with the table, sentences are short, and no link is broken."""
 
+import ast
 import re
 import unicodedata
 from pathlib import Path
@@ -65,6 +66,13 @@ PARITY = ROOT / "docs" / "parity.md"
 
 def test_readme_is_short():
     assert len(README.read_bytes()) <= MAX_README_BYTES
+
+
+def test_the_quickstart_names_every_extra():
+    nodes = ast.walk(ast.parse((ROOT / "setup.py").read_text()))
+    extras = next(node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "extras_require")
+    table = (ROOT / "docs/quickstart.md").read_text().partition("These are the other extras")[2]
+    assert [name.value for name in extras.keys if f"`{name.value}`" not in table and name.value != "dev"] == []
 
 
 def test_readme_tells_the_parity_of_the_table():
