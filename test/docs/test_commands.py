@@ -13,12 +13,14 @@ from doc_runs import Runner, make_base, make_page_folder, overlap, resources, sh
 from launch import ROOT
 
 from trainer.compare.runs.launch import free_port
+from trainer.datasets.demos.demo import MODEL_SHAPE
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.generating_flags import EvaluateArguments, OnlineDPOArguments, ServeTrainArguments
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.preference_flags import DPOArguments, RMArguments
 from trainer.flags.rl_flags import PPOArguments
+from trainer.runs.flag_checks import refuse_length
 
 ARGUMENTS = {"train_sft": SFTArguments, "train_rm": RMArguments, "train_dpo": DPOArguments, "train_ppo": PPOArguments}
 ARGUMENTS |= {"train_kd": KDArguments, "evaluate": EvaluateArguments, "serve_train": ServeTrainArguments}
@@ -99,6 +101,16 @@ def test_marked_block(block):
                 check_flags(target[0], target[1:])
         name = script_name(statement)
         assert not text or name in text, f"{block.page}:{line}: {block.note} does not run {name}"
+
+
+def test_lengths_of_rollouts_fit_the_model_that_the_pages_use():
+    """`shorten` gives the commands small lengths before they run, so a page's own ones are looked at here."""
+    args = [command.argv[1:] for command in RUN.values() if command.argv[:1] == ["train_ppo"]]
+    lengths = {"--prompt_max_len", "--generate_max_len"}
+    given = [parse_arguments(PPOArguments, "train_ppo", own) for own in args if lengths <= set(own)]
+    assert len(given) >= 2
+    for own in given:
+        refuse_length(own, MODEL_SHAPE["max_position_embeddings"])
 
 
 def stripped(text: str) -> str:
