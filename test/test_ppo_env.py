@@ -246,3 +246,26 @@ def test_the_calculator_of_the_demo(tmp_path):
     assert env.reset(row) == row["messages"]
     assert env.step(f"calc {a} + {b}") == ([{"role": "tool", "content": str(a + b)}], 0.5, False)
     assert env.step(f" {a + b}") == (0.5, True) and env.metrics == {"calls": 1}
+
+
+def test_the_tool_of_the_demo(tmp_path):
+    """A call in the template of the demo is read as one, and its result is the next message."""
+    code, output = run_process([sys.executable, str(ROOT / "scripts/adder_env.py"), str(tmp_path)])
+    assert code == 0, output
+    from trainer.datasets.conversations.tool_formats import tool_calls
+    from trainer.rollout.envs.environments import Response, load_environment
+
+    row = json.loads((tmp_path / "prompts_eval.jsonl").read_text().splitlines()[0])
+    a, b = row["numbers"]
+    env = load_environment(str(ROOT / "scripts/adder_env.py"))()
+    assert env.reset(row) == row["messages"]
+    for text, found in {
+        f"[add(a={a}, b={b})]": ([{"role": "tool", "name": "add", "content": str(a + b)}], 0.5),
+        f"[add(a={a}, b=)]": (0.0, True),
+        f"{a + b}": (0.0, True),
+    }.items():
+        env.reset(row)
+        assert env.step(Response(text, text, tool_calls(text, env.tools), True)) == found
+    env.reset(row)
+    env.step(Response("", "", [{"name": "add", "arguments": {"a": a, "b": b}}], True))
+    assert env.step(Response(f" {a + b}", "", [], True)) == (0.5, True) and env.metrics == {"calls": 1}
