@@ -7,6 +7,7 @@ from tiny_tokenizers import byte_tokenizer, template
 from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import tokenize_sft
+from trainer.datasets.samples.unpaired import tokenize_unpaired
 from trainer.datasets.shapes.loss_columns import FLAGS
 from trainer.errors import UserError
 
@@ -87,3 +88,53 @@ def test_pairs_and_prompts_take_only_values_that_change_nothing():
             for value in (0, False, 0.25):
                 with pytest.raises(UserError, match=f"column {name}: .* would change the loss"):
                     tokenize(datasets.Dataset.from_list([row | {name: value}]), tokenizer, **COMMON, **flags)
+
+
+@pytest.mark.parametrize("task", ["dpo", "rm", "kto"])
+@pytest.mark.parametrize(
+    "name", ["chosen_weight", "rejected_weight", "weight_chosen", "pair_weight", "chosen_loss_mask"]
+)
+def test_the_weight_of_an_answer_is_refused_if_it_is_not_1(task, name):
+    for value in (0.0, 0.5, [0, 1], False):
+        with pytest.raises(
+            UserError, match=rf"row 1: column {name}: .* would change the loss.*--ignore_columns {name}\)"
+        ):
+            pairs(task, {name: value})
+        pairs(task, {name: value}, ignore_columns=name)
+    assert f"columns not used: {name}" in "\n".join(pairs(task, {name: 1.0}).lines)
+    assert "chosen_logprob" in "\n".join(pairs(task, {"chosen_logprob": -3.5}).lines), "no weight"
+
+
+@pytest.mark.parametrize("task", ["dpo", "rm", "kto"])
+@pytest.mark.parametrize("name", ["rejected_1", "rejected2", "chosen_2", "rejecteds", "rejected_response_1"])
+def test_a_further_answer_is_refused(task, name):
+    for value in ("another", ["another"], [{"role": "assistant", "content": "another"}]):
+        with pytest.raises(UserError, match=rf"row 1: column {name}: a further answer .*--ignore_columns {name}\)"):
+            pairs(task, {name: value})
+        pairs(task, {name: value}, ignore_columns=name)
+    for value in ("", None, 7):  # a number is a score
+        pairs(task, {name: value})
+    assert name in "\n".join(pairs(task, {name: 7}).lines)
+
+
+def test_a_margin_is_used_by_its_flag_or_refused_in_train_rm():
+    for name, value in (("margin", 0.5), ("margins", "0.5"), ("Margin", -1)):
+        with pytest.raises(UserError, match=rf"row 1: column {name}: .* would change the loss.*--margin_key {name} "):
+            pairs("rm", {name: value})
+        pairs("rm", {name: value}, ignore_columns=name)
+        pairs("rm", {name: value}, margin_key=name)
+        assert name in "\n".join(pairs("dpo", {name: value}).lines), "no loss of train_dpo has the margin of a row"
+    assert "margin" in "\n".join(pairs("rm", {"margin": 0}).lines)
+
+
+def pairs(task, more, **flags):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"} | more
+    flags = {"completion_key": "completion", "label_key": "label", **COMMON, **PAIRS} | flags
+    if task == "kto":
+        tokenize = tokenize_unpaired
+        del flags["margin_key"]
+    else:
+        tokenize, flags = tokenize_preference, flags | {"scored": task == "rm"}
+        del flags["completion_key"], flags["label_key"]
+    rows = datasets.Dataset.from_list([row])
+    return tokenize(rows, byte_tokenizer(template("<|im_end|>")), **flags)[1]

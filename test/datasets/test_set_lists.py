@@ -160,8 +160,9 @@ def test_lists_that_evaluate_are_read_alike_and_a_prepared_list_is_the_list(tmp_
 
 
 def test_margins_come_from_the_columns_of_their_set(tmp_path):
-    rows = [row | {"margin": 0.5, "gap": 2} for row in pairs_of(TEXTS[:2])]
-    paths = [write(tmp_path / f"{name}.jsonl", rows) for name in "abc"]
+    rows = [row | {"gap": 2} for row in pairs_of(TEXTS[:2])]
+    paths = [write(tmp_path / f"{name}.jsonl", [row | more for row in rows])
+             for name, more in (("a", {}), ("b", {"margin": 0.5}), ("c", {"gap": 2}))]  # fmt: skip
     entries = [paths[0], {"path": paths[1], "margin_key": "margin"}, {"path": paths[2], "margin_key": "gap"}]
     samples, _ = load(train_rm, parsed(train_rm, {"dataset": entries}, tmp_path), byte_tokenizer())
     assert list(samples["margin"]) == [0, 0, 0.5, 0.5, 2, 2]

@@ -10,6 +10,7 @@ from datasets import Dataset, Features, List, Value
 from trainer.comma_separated import names_in
 from trainer.datasets.conversations.control_tokens import holds_controls
 from trainer.datasets.conversations.lost_characters import note_lost
+from trainer.datasets.conversations.messages import IGNORE
 from trainer.datasets.conversations.tokens import TOKENIZER_VERSION, digest_of, tokenizer_state, trains_stop
 from trainer.datasets.library import map_cached
 from trainer.datasets.rows import check_keys, column_of_key, lookup, number_value, within
@@ -32,7 +33,16 @@ from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.samples.sft_samples import render_sample
 from trainer.datasets.shapes.answer_rows import SIDES
-from trainer.datasets.shapes.columns import ANSWERS, BEFORE_ANSWER, BESIDE_ANSWER, CHOSEN, CONVERSATIONS, REJECTED
+from trainer.datasets.shapes.columns import (
+    ANSWERS,
+    BEFORE_ANSWER,
+    BESIDE_ANSWER,
+    CHOSEN,
+    CONVERSATIONS,
+    REJECTED,
+    plain_name,
+)
+from trainer.datasets.shapes.columns import EMPTY as EMPTY_VALUES
 from trainer.datasets.shapes.notes import NOTE
 from trainer.datasets.shapes.prompt_part import is_answer
 from trainer.datasets.shapes.read_row import ReadRow
@@ -164,12 +174,13 @@ def pair_tokens(
         rows,
         _tokenize_row,
         folder="trainer_preference",
-        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), margin_key, "stops"],
+        key=[TOKENIZER_VERSION, tokenizer_state(tokenizer), dataclasses.asdict(options), margin_key, scored],
         features=_features(),
         num_proc=num_proc,
         tokenizer=tokenizer,
         options=options,
         margin_key=margin_key,
+        scored=scored,
         flag=flag,
     )
 
@@ -184,11 +195,13 @@ def _features() -> Features:
 
 
 def _tokenize_row(
-    row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, margin_key: str | None, flag: str
+    row: Any, index: int, *, tokenizer: Any, options: AnswerOptions, margin_key: str | None, scored: bool, flag: str
 ) -> dict[str, Any]:
     with within(f"{flag} row {index + 1}"):
         row = options.reader.read(row)
         margin = _margin(row.columns, margin_key)
+        if scored and margin_key is None:
+            _refuse_margin(row.columns, options.reader.ignored)
         _check_shared_turns(row)
         sides = {side: tokenize_answer(row, side, tokenizer, options) for side in SIDES}
     whole = {side: list(ids) for side, (ids, _) in sides.items()}
@@ -215,6 +228,14 @@ def _tokenize_row(
 
 def _margin(row: Any, key: str | None) -> float:
     return 0.0 if key is None else number_value(lookup(row, key), f"--margin_key {key}")
+
+
+def _refuse_margin(columns: Any, ignored: tuple[str, ...]) -> None:
+    """Raise UserError for a margin that no flag names: TRL takes it from a column of this name."""
+    for name, value in columns.items():
+        if plain_name(name) in ("margin", "margins") and name not in ignored and value not in (*EMPTY_VALUES, 0):
+            found = f"{str(value)[:40]!r} would change the loss, and is not used here"
+            raise UserError(f"column {name}", found, f"--margin_key {name} with --loss sigmoid, or {IGNORE} {name}")
 
 
 def _check_shared_turns(row: ReadRow) -> None:

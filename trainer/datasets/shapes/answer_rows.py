@@ -1,5 +1,6 @@
 """Read rows of preferences: pairs of answers, and single answers that are good or bad."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -195,9 +196,15 @@ def _others(columns: Columns) -> dict[str, Any]:
 
 
 def _refuse_other_answers(columns: Columns, keys: list[str | None]) -> None:
-    """Another known name of the same answer, with another value."""
+    """Another known name of the same answer, with another value, or one with a number: rejected_1."""
     others = _others(columns)
     for key, names in zip(keys, (CHOSEN, REJECTED)):
+        plain = [plain_name(name) for name in names]
+        for name in others if key in names else ():
+            numbered = re.sub(r"s?\d*$", "", plain_name(name)) in plain and name not in names
+            if numbered and isinstance(others[name], (str, list)) and others[name] not in (*EMPTY, columns.row[key]):
+                found = f"a further answer beside {key}, which is not used here"
+                raise UserError(f"column {name}", found, f"a row for each pair, or {IGNORE} {name}")
         for name in names if key in names else ():
             if name in others and others[name] not in EMPTY and others[name] != columns.row[key]:
                 raise UserError(f"columns {key} and {name}", "each could be meant", f"{IGNORE} with one of them")

@@ -11,6 +11,8 @@ from trainer.errors import UserError
 # true: the answer is trained
 FLAGS = ("loss", "train", "trainable", "loss_mask", "weight", "weights", "loss_weight", "loss_weights")
 FLAGS += ("sample_weight", "sample_weights", "loss_scale", "training", "is_trainable", "compute_loss", "has_loss")
+# chosen_weight and weight_rejected are the weight of an answer
+PART = re.compile(r"(^|[_-])(chosen|rejected|prompt|completion|response|answer|output|pair|row|token|tokens)(?=[_-]|$)")
 LEAVES_OUT = re.compile(r"ignor|skip|exclud|omit|drop|mask|(^|[^a-z])un")  # true: the answer may not be trained
 
 
@@ -35,7 +37,7 @@ def refuse_loss_column(name: str, kind: str, value: Any) -> None:
     Other names only count with a truth value: `dropped: true` says something of the training, `dropout: 0.1` does not.
     """
     truth = truth_value(value)
-    if kind in FLAGS:
+    if kind in FLAGS or PART.sub("", kind.lower()).strip("_-") in FLAGS:
         changes = truth is not True
     else:
         is_flag = isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false"))
