@@ -8,6 +8,7 @@ import pytest
 from tiny_tokenizers import byte_tokenizer, template
 
 from trainer.datasets.files.loading import load_rows
+from trainer.datasets.samples.preference import tokenize_preference
 from trainer.datasets.samples.prompts import tokenize_prompts
 from trainer.datasets.samples.sft_samples import tokenize_sft
 from trainer.errors import UserError
@@ -28,13 +29,17 @@ OF_SFT = {
     "no JSON": ([{"messages": "[{'role': 'user'}]"}], r"a text that is no JSON of a list: .*\(allowed: a list of messages with role and content, or its JSON"),
     "a name in capitals": ([{"Prompt": "a", "Completion": "b"}], r"\(allowed: --input_key Prompt --output_key Completion;"),
     "roles as columns": ([{"user": "a", "assistant": "b"}], r"\(allowed: --input_key user --output_key assistant;"),
+    "input of a batch": ([{"input": {"messages": [USER, ANSWER]}}], r"row 1: column input: an object with the keys messages \(allowed: --input_key input.messages\)"),
+    "body of a batch": ([{"url": "/v1", "body": {"model": "m", "messages": [USER, ANSWER]}}], r"nothing says what .* url, body \(allowed: --input_key body.messages\)"),
     "another conversation": ([{"dialog": [USER, ANSWER]}], r"\(allowed: --input_key dialog --apply_chat_template for"),
 }  # fmt: skip
 OF_PROMPTS = {
     "no known name": ([{"src": "a", "tgt": "b"}], r"^--input_key: missing, .*\(allowed: one of src, tgt\)"),
     "spaces": ([{"prompt": "  "}], r"\(allowed: prompts that are not empty\)"),
     "an answer": ([{"messages": [USER, ANSWER]}], "row 1: .*ends with an assistant message .*rows without that message"),
-    "another place": ([{"data": {"messages": [USER]}}], "row 1: column data: no prompt"),
+    "another place": ([{"data": {"messages": [USER]}}], r"row 1: column data: no prompt \(allowed: --input_key data.messages\)"),
+    "body of a batch": ([{"body": {"messages": [USER]}}], r"^--input_key: missing, .*\(allowed: --input_key body.messages\)"),
+    "input of a batch": ([{"input": {"messages": [USER]}}], r"row 1: column input: .*\(allowed: --input_key input.messages\)"),
 }  # fmt: skip
 OF_FILES = {
     "lists": (json.dumps([[USER]]), "item 1: a list, not an object with keys .allowed: one object in each line"),
@@ -77,3 +82,27 @@ def test_rows_of_prompts(name, tmp_path):
 def test_files(name, tmp_path):
     text, found = OF_FILES[name]
     assert re.search(found, refusal(tmp_path, text, tokenize_sft, **SFT))
+
+
+def test_the_flag_of_a_conversation_inside_an_object_reads_it(tmp_path):
+    tokenizer, answers = (
+        byte_tokenizer(template("<|im_end|>")),
+        ({"preferred_output": [ANSWER]}, {"non_preferred_output": [ANSWER | {"content": "b"}]}),
+    )
+    pairs = {"chosen_key": "chosen", "rejected_key": "rejected", "margin_key": None, "prompt_key": None}
+    asked = datasets.Dataset.from_list([{"input": {"messages": [USER]}, **answers[0], **answers[1]}])
+    with pytest.raises(UserError, match=r"row 1: column input: .*\(allowed: --prompt_key input.messages\)"):
+        tokenize_preference(asked, tokenizer, **COMMON, **pairs)
+    [pair], _ = tokenize_preference(asked, tokenizer, **COMMON, **pairs | {"prompt_key": "input.messages"})
+    whole = datasets.Dataset.from_list([{"input": {"messages": [USER, ANSWER]}}])
+    [sample], _ = tokenize_sft(whole, tokenizer, **COMMON, **SFT | {"input_key": "input.messages"})
+    assert sample["input_ids"] == pair["chosen_ids"] and sample["loss_mask"] == pair["chosen_mask"]
+
+
+@pytest.mark.parametrize("prompt", ["", " ", "\n\n"])
+def test_prompts_without_a_word_are_counted_and_used_as_they_are(prompt):
+    tokenizer = byte_tokenizer(template("<|im_end|>"))
+    rows = datasets.Dataset.from_list([{"prompt": text, "completion": "b"} for text in (prompt, "a", prompt)])
+    samples, ledger = tokenize_sft(rows, tokenizer, **COMMON, **SFT)
+    assert "WARNING: 2 rows have a prompt without a word, used as it is" in ledger.lines
+    assert f"<|im_start|>user\n{prompt}<|im_end|>" in tokenizer.decode(samples[0]["input_ids"])

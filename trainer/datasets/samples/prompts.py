@@ -24,6 +24,7 @@ from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE, summed
+from trainer.datasets.shapes.prompt_part import flag_of_inner
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.references import possible_reference, reference_of
 from trainer.datasets.shapes.row_reader import PROMPT, RowReader, reader_of
@@ -124,7 +125,9 @@ def tokens_of_prompts(
     known = input_key is None and any(name in rows.column_names for name in BEFORE_ANSWER)
     if not known and input_key is None:
         found = f"missing, and no column of {flag} has a known name of a prompt"
-        raise UserError("--input_key", found, f"one of {', '.join(rows.column_names)}")
+        raise UserError(
+            "--input_key", found, flag_of_inner(rows[0], "--input_key") or f"one of {', '.join(rows.column_names)}"
+        )
     key = input_key
     check_keys(rows.column_names, flag, {"--input_key": key, "--label_key": label_key})
     reader = reader_of(

@@ -37,6 +37,7 @@ from trainer.datasets.samples.sets import Sets, tokens_of
 from trainer.datasets.samples.stops import check_stops
 from trainer.datasets.shapes.columns import BEFORE_ANSWER, CONVERSATIONS, MORE, PROMPTS, TEMPLATE_ARGS
 from trainer.datasets.shapes.notes import NOTE
+from trainer.datasets.shapes.prompt_part import flag_of_inner
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.row_reader import SFT, RowReader, reader_of
 from trainer.datasets.shapes.row_refusals import needed, refuse_other_sets
@@ -173,7 +174,7 @@ def options_of(
     flags |= {"output_key": output_key, "input_template": input_template, "system": system}
     refuse_for_rows(has_conversations=_has_conversations(reader, columns), **flags)
     check_input_template(input_template)
-    _check_columns(reader, columns, tokenizer, flag)
+    _check_columns(reader, rows, tokenizer, flag)
     return _Options(reader, input_template, train_on or "last", max_len, trained_ends(tokenizer))
 
 
@@ -217,9 +218,9 @@ def _has_conversations(reader: RowReader, columns: list[str]) -> bool | None:
     return None if reader.prompt_key or any(name in columns for name in (*PROMPTS, *MORE)) else False
 
 
-def _check_columns(reader: RowReader, columns: list[str], tokenizer: Any, flag: str) -> None:
+def _check_columns(reader: RowReader, rows: Any, tokenizer: Any, flag: str) -> None:
     """Check the named keys, and whether anything in these columns can be learned from."""
-    key = reader.prompt_key or ("text" if reader.pretrain else None)
+    columns, key = rows.column_names, reader.prompt_key or ("text" if reader.pretrain else None)
     [answer_key] = reader.answer_keys or [None]
     check_keys(columns, flag, {"--input_key": key, "--output_key": answer_key})
     conversation = any(name in columns for name in CONVERSATIONS)
@@ -230,7 +231,9 @@ def _check_columns(reader: RowReader, columns: list[str], tokenizer: Any, flag: 
             raise UserError("--input_key", f"needed for {flag}", ", ".join(columns))
         if "text" not in columns:
             refuse_other_sets(columns, flag)
-            raise UserError(flag, f"nothing says what to learn from the columns {', '.join(columns)}", needed(columns))
+            first = rows[0] if isinstance(rows, Dataset) and len(rows) else {}  # not of a stream
+            allowed = flag_of_inner(first, "--input_key") or needed(columns)
+            raise UserError(flag, f"nothing says what to learn from the columns {', '.join(columns)}", allowed)
 
 
 def sft_features() -> Features:

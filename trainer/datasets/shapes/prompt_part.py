@@ -70,6 +70,8 @@ def _text_part(columns: Columns, key: str | None, flag: str) -> PromptPart:
     if name is None:
         return PromptPart()
     where = f"{flag} {name}" if key is not None else f"column {name}"
+    if key is None and (cure := flag_of_inner({name: columns.row[name]}, flag)):
+        raise UserError(where, f"an object with the keys {', '.join(columns.row[name])}", cure)
     found = PromptPart(text_value(columns.take(name), where), where, [], (name,))
     while (key is None or key in PROMPTS) and (more := columns.filled(MORE)):
         second = text_value(columns.take(more), f"column {more}")
@@ -84,6 +86,13 @@ def _text_part(columns: Columns, key: str | None, flag: str) -> PromptPart:
         found.says.insert(0, (HISTORY, "earlier turns"))
         found.is_chat = True
     return found
+
+
+def flag_of_inner(row: dict[str, Any], flag: str) -> str:
+    """`flag` with the conversation or the question inside an object of a row, as in batches of OpenAI; "" without one."""
+    inner = ((f"{flag} {name}.{key}", value.get(key)) for name, value in row.items() if isinstance(value, dict)
+             for key in (*CONVERSATIONS, *PROMPTS))  # fmt: skip
+    return next((cure for cure, value in inner if value not in EMPTY), "")
 
 
 def add_system(found: PromptPart, columns: Columns) -> None:

@@ -25,8 +25,16 @@ from trainer.datasets.shapes.columns import (
     Columns,
 )
 from trainer.datasets.shapes.loss_columns import is_trained
-from trainer.datasets.shapes.notes import Notes
-from trainer.datasets.shapes.prompt_part import PromptPart, all_text, calls_of, has_name, is_answer, without_keys
+from trainer.datasets.shapes.notes import Notes, summed
+from trainer.datasets.shapes.prompt_part import (
+    PromptPart,
+    all_text,
+    calls_of,
+    flag_of_inner,
+    has_name,
+    is_answer,
+    without_keys,
+)
 from trainer.datasets.shapes.read_row import ReadRow
 from trainer.datasets.shapes.reading import RENDERED, Found, Reading, after, answer_of, has_turns, prompt_of
 from trainer.datasets.shapes.row_refusals import (
@@ -58,6 +66,8 @@ class RowReader(Reading):
         chat = found.chat or any(isinstance(value, list) for value in parts.values())
         if self.system is not None:
             parts = _with_system(parts, self.system, chat, notes)
+        if isinstance(found.parts.get("prompt"), str) and not found.parts["prompt"].strip():
+            notes.facts.add(summed("WARNING: {:row has|rows have} a prompt without a word, used as it is"))
         if chat:
             for part, names in (("tools", TOOLS), (IMAGES, (IMAGES,))):
                 name = columns.find(names)
@@ -157,7 +167,9 @@ def _read_prompt(reader: RowReader, columns: Columns, notes: Notes) -> Found:
     if prompt.value is None:
         empty = [name for name in BEFORE_ANSWER if name in columns.names]
         raise UserError(
-            f"column{'s' * (len(empty) > 1)} {', '.join(empty)}", "no prompt", "a text or messages; or --input_key"
+            f"column{'s' * (len(empty) > 1)} {', '.join(empty)}",
+            "no prompt",
+            flag_of_inner(columns.row, reader.prompt_flag) or "a text or messages; or --input_key",
         )
     value = prompt.value
     if reader.drop_answer and isinstance(value, list) and len(value) > 1 and is_answer(value[-1]):

@@ -15,7 +15,7 @@ from trainer.datasets.shapes.columns import (
     Columns,
     plain_name,
 )
-from trainer.datasets.shapes.prompt_part import PromptPart
+from trainer.datasets.shapes.prompt_part import PromptPart, flag_of_inner
 from trainer.errors import UserError
 
 # names of conversations that are not read without a flag
@@ -65,7 +65,8 @@ def no_answer(columns: Columns, prompt: PromptPart, chat: bool | None) -> UserEr
         return UserError(f"column {missing}", "no value", "a text")
     pairs = "train_dpo or train_rm for pairs; " if {"chosen", "rejected"} & set(columns.row) else ""
     found = f"nothing says what to learn from the columns {', '.join(columns.row or columns.names)}"
-    return UserError(prompt.where or "its columns", found, pairs + needed(columns.row))
+    inner = flag_of_inner(columns.row, "--input_key")
+    return UserError(prompt.where or "its columns", found, inner or pairs + needed(columns.row))
 
 
 def waiting_turns(columns: Columns, name: str) -> UserError:
