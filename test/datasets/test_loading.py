@@ -627,7 +627,7 @@ def test_a_csv_field_with_text_behind_its_closing_quote_is_refused(tmp_path):
     assert load(path)[0]["a"] == 'it is "so"'
 
 
-NUMBER_TEXTS = ["1.50", "1e5", "100", "-0.10", "0.1000000000000000055", "2.5", "1E+2"]
+NUMBER_TEXTS = ["1.50", "1.0", "1e5", "100", "-0.10", "1e-07", "0.1000000000000000055", "2.5", "-0.0", "1E+2"]
 
 
 @pytest.mark.parametrize("kind", ["lines", "array", "nested", "lines with a list", "two files", "stream"])
@@ -654,9 +654,21 @@ def test_a_number_of_json_keeps_its_text_as_an_answer(kind, tmp_path):
     assert [lookup(row, key) for row in found][-1] == 100.0  # still numbers
 
 
+@pytest.mark.parametrize("texts", [["1.0"], ["1.0", "2.0"], ["1", "2.5"], ["1", "2.0"], ["3.5", "7"]])
+@pytest.mark.parametrize("kind", ["lines", "array", "two files"])
+def test_numbers_beside_each_other_keep_their_texts(kind, texts, tmp_path):
+    rows = [f'{{"q": "x", "a": {text}}}' for text in texts]
+    parts = [rows] if kind != "two files" else [[row] for row in rows]
+    for number, part in enumerate(parts):
+        (tmp_path / f"{number}.jsonl").write_text("[" + ",".join(part) + "]" if kind == "array" else "\n".join(part))
+    found = load(f"{tmp_path}/*.jsonl")
+    assert [text_value(row["a"], "a", numbers=True) for row in found] == texts
+    assert [row["a"] for row in found] == [float(text) for text in texts]
+
+
 def test_columns_of_plain_numbers_stay_numbers(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"q": "\\"a\\": 1.50", "a": 1.5, "b": 1}\n{"q": "x", "a": 2.0, "b": 2}\n')
+    path.write_text('{"q": "\\"a\\": 1.50", "a": 1.5, "b": 1}\n{"q": "x", "a": 2.25, "b": 2}\n')
     assert [str(load(path).features[name].dtype) for name in "qab"] == ["string", "float64", "int64"]
     path.write_text('{"a": 1.5}\n{"a": "x"}\n{"a": 1.50}\n')
     with pytest.raises(UserError, match=r"line 2: 'a' is a string here but a number in line 1"):

@@ -23,7 +23,7 @@ class AsWritten(dict):
 
 
 class Written(float):
-    """A number of JSON whose text is another one than Python's, such as 1.50 and 1e5. `text` is as the file has it."""
+    """A number of JSON whose text another file may write in another way: 1.50, 1e5, 1.0. `text` is as the file has it."""
 
     text: str
 
@@ -31,7 +31,7 @@ class Written(float):
 def written(text: str) -> float:
     """The number of a text, as `parse_float` of a JSON decoder."""
     value = float(text)
-    if repr(value) == text:
+    if repr(value) == text and not value.is_integer() and "e" not in text:
         return value
     found = Written(value)
     found.text = text

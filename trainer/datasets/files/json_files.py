@@ -23,7 +23,7 @@ from trainer.datasets.files.input_checks import check_columns
 from trainer.datasets.rows import AsWritten, Written, unique, written
 from trainer.limits import MB, limit
 
-READER_VERSION = "3"  # raise this if the same file would give another table: an older cache file must not be used
+READER_VERSION = "4"  # raise this if the same file would give another table: an older cache file must not be used
 CHUNK_BYTES = 64 << 20
 # names under which one object holds all rows of a file
 LISTS_OF_ROWS = ("data", "rows", "train", "examples", "samples", "instances", "items", "records")
@@ -56,7 +56,7 @@ class JsonText(datasets.Json):
 
 @dataclass
 class JsonNumber(JsonText):
-    """The feature of a column of numbers of which some have another text than Python's: 1.50 stays 1.50."""
+    """The feature of a column of numbers that keeps their texts: 1.50 stays 1.50, and 1 beside 2.5 stays 1."""
 
     _type: str = field(default="JsonNumber", init=False, repr=False)
 
@@ -165,8 +165,10 @@ def _merged(known: datasets.Features | None, found: datasets.Features, name: str
         pair = {_dtype(merged.setdefault(column, feature)), _dtype(feature)}
         if len(pair) == 2 and "null" not in pair and not pair <= {"int64", "float64", "number"}:
             raise ValueError(f"column {column!r} is {_dtype(feature)} in {name} but {_dtype(merged[column])} before")
-        if _dtype(merged[column]) == "null" or (len(pair) == 2 and _dtype(feature) in ("float64", "number")):
-            merged[column] = merged[column] if _dtype(merged[column]) == "number" else feature
+        if _dtype(merged[column]) == "null":
+            merged[column] = feature
+        elif len(pair) == 2 and "null" not in pair:
+            merged[column] = JsonNumber()
     check_columns(len(merged), name)
     return datasets.Features(merged)
 
@@ -246,12 +248,15 @@ def _table_of_lines(chunk: bytes) -> tuple[pa.Table, datasets.Features]:
 
 
 def _has_plain_numbers(chunk: bytes, table: pa.Table) -> bool:
-    """Whether lines have their numbers with a point as Python writes them. A doubt is a no."""
+    """Whether lines have their numbers with a point as `written` takes them for plain ones. A doubt is a no."""
     for field_ in table.schema:
         if field_.type == pa.float64():
             key = re.escape(ENCODER.encode(field_.name).encode())
             texts = re.findall(rb"%b\s*:\s*(-?[0-9][0-9.eE+-]*)" % key, chunk)
-            if [repr(value).encode() for value in table[field_.name].drop_null().to_pylist()] != texts:
+            values = table[field_.name].drop_null().to_pylist()
+            if [repr(value).encode() for value in values] != texts or any(
+                isinstance(written(t.decode()), Written) for t in texts
+            ):
                 return False
     return True
 
@@ -275,8 +280,8 @@ def _table_of_rows(rows: list[Any]) -> tuple[pa.Table, datasets.Features]:
         values = [row.get(column) if row else None for row in rows]
         present = [value for value in values if value is not None]
         kinds = set(map(type, present))
-        is_written = Written in kinds and kinds <= {int, float, Written}
-        if kinds == {int, float} or (kinds == {int} and max(map(abs, present)) >= 1 << 63):  # as Arrow does
+        is_written = len(kinds) + (Written in kinds) > 1 and kinds <= {int, float, Written}
+        if kinds == {int} and max(map(abs, present)) >= 1 << 63:  # as Arrow does
             kinds, values = {float}, [None if value is None else float(value) for value in values]
         if len(kinds) > 1 and not is_written:
             raise ValueError(f"column {column!r} has values of several types")
