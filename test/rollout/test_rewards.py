@@ -378,6 +378,23 @@ def reward_func({signature}):
     assert {key: value for key, value in seen.items() if value is not None} == expected
 
 
+def test_a_file_finds_the_modules_beside_it(tmp_path, monkeypatch):
+    """At its top and within functions. What is installed comes before a module of its name."""
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "words_beside_a_reward.py").write_text("VALUE = 2.0")
+    (tmp_path / "later_beside_a_reward.py").write_text("VALUE = 3.0")
+    (tmp_path / "datasets.py").write_text("raise SystemError('in place of the package')")
+    (tmp_path / "reward.py").write_text("""
+import datasets
+from words_beside_a_reward import VALUE
+def reward_func(prompts, responses, labels):
+    import later_beside_a_reward
+    return [VALUE + later_beside_a_reward.VALUE]
+""")
+    [function] = load_reward_functions(str(tmp_path / "reward.py")).values()
+    assert function([""], [""], [""]) == [5.0]
+
+
 def test_an_argument_that_is_no_column_is_named_before_the_first_step(tmp_path):
     (tmp_path / "reward.py").write_text("def reward_func(prompts, responses, labels, difficulty):\n    return [0]")
     with pytest.raises(UserError) as error:

@@ -20,6 +20,7 @@ from trainer.rollout.envs.env_process import ProcessEnvironment, _read_step, che
 from trainer.rollout.envs.environments import Failure, Response, Source, Step
 from trainer.rollout.envs.sandbox import Box
 from trainer.rollout.peers import BadAnswer
+from trainer.rollout.user_code import import_code
 
 PLAIN_USER = 65534
 ATTACKS = """
@@ -404,6 +405,21 @@ def test_the_folder_where_the_trainer_was_started_is_hidden(tmp_path, monkeypatc
     env = ProcessEnvironment(Source("envs/env.py"), 1024, 60.0, box)
     assert env.reset({"paths": files})[0]["content"] == "rows.jsonl envs/env.py envs/words.txt envs/.d/key"
     env.close()
+
+
+def test_the_folder_of_a_reward_is_no_folder_of_an_environment(tmp_path, monkeypatch):
+    """A file finds the modules beside it. So its folder is on Python's path, here of this process."""
+    for name in ("rewards/reward.py", "rewards/beside_a_reward.py", "envs/env.py", "envs/words.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(STARTED_IN if name.endswith("env.py") else "key = 1")
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setattr(nursery.Nursery, "_here", None)
+    import_code(str(tmp_path / "rewards/reward.py"), "--reward_func")
+    assert str(tmp_path / "rewards") in sys.path
+    env = ProcessEnvironment(Source(str(tmp_path / "envs/env.py")), 1024, 60.0)
+    shown = env.reset({"paths": [str(tmp_path / name) for name in ("rewards/beside_a_reward.py", "envs/words.txt")]})
+    env.close()
+    assert shown == [{"role": "user", "content": str(tmp_path / "envs/words.txt")}]
 
 
 def test_a_module_of_the_start_folder_is_shown_without_the_rest(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import socket
+import sys
 import time
 import urllib.error
 import warnings
@@ -17,6 +18,7 @@ from typing import Any
 
 from trainer.errors import Failed, UserError
 
+FOLDERS_OF_FILES: list[str] = []  # put on Python's path for the modules beside a file; no sandbox shows them for that
 PAUSES = (0.5, 1.0)  # seconds before the second and the third try
 RETRIED = (408, 425, 429)  # 4xx statuses after which the same request may succeed later
 # errors of a connection or of a time limit; those of packages by name, as no package need be there
@@ -31,10 +33,16 @@ OF_PACKAGES = {
 def import_code(source: str, flag: str) -> ModuleType:
     """Run the Python file `source`, or import the module of that name. `flag` names it in errors.
 
+    A file finds the modules beside it, as with `python FILE`. Installed ones come first.
+
     Raises UserError if there is none, or if it raises an error.
     """
     try:
         if source.endswith(".py") and os.path.isfile(source):
+            folder = os.path.dirname(os.path.abspath(source))
+            if folder not in sys.path:
+                sys.path.append(folder)
+                FOLDERS_OF_FILES.append(folder)
             spec = importlib.util.spec_from_file_location("user_code", source)
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)

@@ -22,6 +22,7 @@ from trainer.limits import limit, raise_limits, raised
 from trainer.rollout.envs.environments import Source
 from trainer.rollout.envs.sandbox import Box, Trees, confine, unshare_all, variables, visible_paths
 from trainer.rollout.envs.serving import refuse, serve
+from trainer.rollout.user_code import FOLDERS_OF_FILES
 
 MODULE = "trainer.rollout.envs.nursery"
 LINE_LENGTH = 4096  # characters of a line that are shown in one
@@ -64,7 +65,7 @@ class Nursery:
         self._asks = threading.Lock()
         self._socket, its_end = socket.socketpair()
         command = [sys.executable, "-m", MODULE, str(its_end.fileno())]
-        places = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        places = os.pathsep.join(path or os.getcwd() for path in sys.path if path not in FOLDERS_OF_FILES)
         self._process = subprocess.Popen(
             command,
             pass_fds=[its_end.fileno()],
