@@ -281,7 +281,7 @@ def test_a_conversation_for_sft(messages, way, multiturn, form):
         assert turns[0]["role"] == "assistant" and sum(found[0]["loss_mask"]) >= len(plain)
         return
     last = max(number for number, turn in enumerate(turns) if turn["train"])
-    assert ("rows end with messages after the last turn with a loss" in found[1]) == (last + 1 < len(turns))
+    assert ("with messages after the last turn with a loss" in found[1]) == (last + 1 < len(turns))
     assert (found[0]["input_ids"], found[0]["loss_mask"]) == ids_and_mask(way, turns[: last + 1])
 
 

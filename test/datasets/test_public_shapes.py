@@ -195,7 +195,7 @@ def test_all_commands_read_a_text_under_prompt_alike(task, kind, tmp_path, monke
         monkeypatch.setattr(tokenizer, "reads_control_tokens", reads, raising=False)
         ids, said = ids_of(task, rendered, kind, tmp_path)
         assert AS_RENDERED in said and "no chat template is applied" not in said
-        assert ("rows hold control tokens, read as plain text" in said) is not reads
+        assert ("control tokens, read as plain text" in said) is not reads
         whole = rendered + (f"Yes{end}\n" if answer else "")  # the answer ends as those of the template do
         assert (ids == tokenizer(whole)["input_ids"]) is reads
     asked = f"What is {end}?"  # it only holds a control token
