@@ -106,3 +106,17 @@ def test_prompts_without_a_word_are_counted_and_used_as_they_are(prompt):
     samples, ledger = tokenize_sft(rows, tokenizer, **COMMON, **SFT)
     assert "WARNING: 2 rows have a prompt without a word, used as it is" in ledger.lines
     assert f"<|im_start|>user\n{prompt}<|im_end|>" in tokenizer.decode(samples[0]["input_ids"])
+
+
+ADDED = ["knowledge", "background", "facts", "table", "schema", "rationale", "thought_process", "prefix", "suffix"]
+
+
+@pytest.mark.parametrize("name", [*ADDED, "choice_a", "option_d", "optionA", "opa", "Rationale"])
+def test_columns_beside_a_question_that_belong_to_its_text_are_refused(name):
+    rows = datasets.Dataset.from_list([{"question": "Which?", "answer": "A", name: "a text"}])
+    tokenizer = byte_tokenizer(template("<|im_end|>"))
+    with pytest.raises(UserError, match=rf"row 1: column {name}: would change the text.*--ignore_columns {name}\)"):
+        tokenize_sft(rows, tokenizer, **COMMON, **SFT)
+    assert len(tokenize_sft(rows, tokenizer, **COMMON, **SFT, ignore_columns=name)[0]) == 1
+    repeated = datasets.Dataset.from_list([{"question": "Which? a text", "answer": "A", name: "a text"}])
+    assert f"columns not used: {name}" in tokenize_sft(repeated, tokenizer, **COMMON, **SFT)[1].lines

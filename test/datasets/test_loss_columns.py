@@ -75,6 +75,23 @@ def test_other_names_of_a_loss_are_refused_if_they_would_change_it():
         assert f"columns not used: {name}" in ledger.lines
 
 
+@pytest.mark.parametrize(
+    "name", ["train_on_turns", "loss_turns", "prompt_mask", "masked_turns", "token_weights_of_answer"]
+)
+def test_a_list_of_numbers_that_speaks_of_the_loss_is_refused(name):
+    row = {"messages": TALK}
+    for value in ([0], [1, 0], [0.5], [True, False]):
+        with pytest.raises(
+            UserError, match=rf"row 1: column {name}: .* would change the loss.*--ignore_columns {name}\)"
+        ):
+            sft([row | {name: value}])
+        sft([row | {name: value}], ignore_columns=name)
+    for value in ([1, 1], [1.0], ["web"]):  # all tokens, or a text about the data
+        assert f"columns not used: {name}" in sft([row | {name: value}])[1].lines
+    with pytest.raises(UserError, match="column chosen_mask"):
+        pairs("dpo", {"chosen_mask": [0, 1]})
+
+
 def test_pairs_and_prompts_take_only_values_that_change_nothing():
     tokenizer = byte_tokenizer(template("<|im_end|>"))
     kinds = (

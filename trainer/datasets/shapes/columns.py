@@ -50,7 +50,8 @@ ADDED = (
     *SYSTEMS, *MORE, HISTORY, *TOOLS, *THOUGHTS, *MORE_THOUGHTS,
     "documents", "article", "passage", "choices", "options", "role", "instructions", "system_instruction",
     "system_instructions", "document", "contexts", "passages", "support", "evidence", "hint", "hints", "starter_code",
-    *"ABCD",
+    "knowledge", "background", "facts", "table", "schema", "rationale", "thought_process", "prefix", "suffix",
+    *"ABCD", *(f"{name}{letter}" for name in ("choice_", "option_", "op") for letter in "abcd"),
 )  # fmt: skip
 ADDED += ("image", IMAGES, "video", "videos", "audio", "audios", "speech", "objects", "chosen_images")
 ADDED += ("image_url", "image_urls", "image_path", "video_path", "audio_path")

@@ -35,13 +35,16 @@ def refuse_loss_column(name: str, kind: str, value: Any) -> None:
     """Raise UserError for a column that nothing read, if its value would change the loss. `kind` is its known name.
 
     Other names only count with a truth value: `dropped: true` says something of the training, `dropout: 0.1` does not.
+    So do numbers in a list, but for ones: `train_on_turns: [0]`.
     """
     truth = truth_value(value)
     if kind in FLAGS or PART.sub("", kind.lower()).strip("_-") in FLAGS:
         changes = truth is not True
     else:
         is_flag = isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false"))
-        changes = is_flag and bool(LOSS_WORDS.search(kind)) and truth is bool(LEAVES_OUT.search(kind))
+        is_list = isinstance(value, list) and all(isinstance(item, (int, float)) for item in value)
+        says_so = truth is bool(LEAVES_OUT.search(kind)) if is_flag else is_list and any(item != 1 for item in value)
+        changes = bool(LOSS_WORDS.search(kind)) and says_so
     if changes:
         found = f"{str(value)[:40]!r} would change the loss, and is not used here"
         cure = "only rows that are trained" if truth is not None else "true or false, 1 or 0, in train_sft"
