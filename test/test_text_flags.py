@@ -41,7 +41,7 @@ ONLINE = ["--online", *RL, "--n_samples_per_prompt", "2"]
         (train_sft, ["--template_args", "{"], "--template_args: broken JSON"),
         (train_sft, ["--template_args", "[1]"], "--template_args: '[1]' (allowed: a JSON object"),
         (train_sft, ["--input_template", "noplace"], "--input_template: 0 times {} (allowed: exactly one {})"),
-        (train_sft, ["--dataset_probs", "1"], "--dataset_probs: 1 numbers for 2 datasets"),
+        (train_sft, ["--dataset_probs", "1"], "--dataset_probs: 1 number for 2 datasets"),
         (train_sft, ["--dataset_probs", "1,x"], "--dataset_probs: 1,x (allowed: numbers with commas"),
     ],
 )
