@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.metrics import step_line
+from trainer.metrics import counted
 from trainer.training.checkpointing import Progress
 from trainer.training.loop import LoopOptions, StepLog, check_applied
 
@@ -74,7 +75,7 @@ def test_which_endings_are_refused(steps, skipped, last, fails):
     progress = Progress(step=steps, skipped_steps=skipped, skipped_in_a_row=last)
     if not fails:
         return check_applied(progress)
-    with pytest.raises(UserError, match=f"in the last {last} of {steps} steps"):
+    with pytest.raises(UserError, match=f"in the last {last} of {counted(steps, 'step')}, so"):
         check_applied(progress)
 
 
@@ -97,5 +98,5 @@ def test_a_run_without_any_gradient_or_rate_says_so(rows, named):
     for step, (grad_norm, lr) in enumerate(rows, start=8):
         log.after_step(None, {"step": step, "grad_norm": grad_norm, "lr": lr, "peak_memory_bytes": 0}, None)
     log.end()
-    expected = f"WARNING: {len(rows)} steps had no gradient or no learning rate, so this run has trained nothing"
+    expected = f"WARNING: {counted(len(rows), 'step')} had no gradient or no learning rate, so this run has trained nothing"
     assert printed == ([expected] if named else [])

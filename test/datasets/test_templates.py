@@ -160,7 +160,7 @@ def test_markers_that_mark_nothing_or_the_wrong_words_are_refused():
     users = MARKED.replace("m.role == 'assistant'", "m.role == 'user'")
     assert "do not hold its text" in refusal(tiny(users))
     everything = "{% generation %}" + CHATML + "{% endgeneration %}"
-    assert "1 runs of tokens for 2 assistant turns" in refusal(tiny(everything))
+    assert "1 run of tokens for 2 assistant turns" in refusal(tiny(everything))
 
 
 def test_a_conversation_that_opens_with_the_assistant():
