@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
-from trainer.metrics import step_line
-from trainer.metrics import counted
+from trainer.metrics import counted, step_line
 from trainer.training.checkpointing import Progress
 from trainer.training.loop import LoopOptions, StepLog, check_applied
 
@@ -98,5 +97,7 @@ def test_a_run_without_any_gradient_or_rate_says_so(rows, named):
     for step, (grad_norm, lr) in enumerate(rows, start=8):
         log.after_step(None, {"step": step, "grad_norm": grad_norm, "lr": lr, "peak_memory_bytes": 0}, None)
     log.end()
-    expected = f"WARNING: {counted(len(rows), 'step')} had no gradient or no learning rate, so this run has trained nothing"
+    expected = (
+        f"WARNING: {counted(len(rows), 'step')} had no gradient or no learning rate, so this run has trained nothing"
+    )
     assert printed == ([expected] if named else [])
