@@ -22,19 +22,12 @@ from trainer.strategies.options import StrategyOptions
 
 # One of each kind of router and of expert weights. `scripts/docs/mixtures_table.py` runs all families in all layouts.
 MODELS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
-HYBRID = ("qwen3_next", "granitemoehybrid", "nemotron_h")
-OFTEN = ("ep2-ring2-packed", "ep2-tp2")  # the script also takes any other cell
+HYBRID = ("qwen3_next", "granitemoehybrid")
+OFTEN = ("ep2-ring2-packed",)  # the script also takes any other cell
 ONCE = (
-    "ep4-packed",
-    "ep2-hsdp2-packed",
-    "tp2-ring2",
-    "save",
-    "ep2-lora-experts",
-    "ep2-once",
-    "ep4-gathered",
-    "fsdp2-3r",
-)
-ONCE += ("tp2-z3-gathered",)
+    "ep2-tp2", "ep4-packed", "ep2-hsdp2-packed", "tp2-ring2", "save", "ep2-lora-experts", "ep2-once", "ep4-gathered",
+    "fsdp2-3r", "tp2-z3-gathered",
+)  # fmt: skip
 # DeepSpeed cuts them over tp. The first cell of a part is the one that "save" judges.
 PARTS = {",".join(HYBRID): ("tp2-z3-packed",), "mixtral,gpt_oss": ("tp2-z2", "save")}
 
