@@ -25,7 +25,7 @@ MODELS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 HYBRID = ("qwen3_next", "granitemoehybrid")
 OFTEN = ("ep2-ring2-packed",)  # the script also takes any other cell
 ONCE = (
-    "ep2-tp2", "ep4-packed", "ep2-hsdp2-packed", "tp2-ring2", "save", "ep2-lora-experts", "ep2-once", "ep4-gathered",
+    "ep4-packed", "ep2-tp2", "ep2-hsdp2-packed", "tp2-ring2", "save", "ep2-lora-experts", "ep2-once", "ep4-gathered",
     "fsdp2-3r", "tp2-z3-gathered",
 )  # fmt: skip
 # DeepSpeed cuts them over tp. The first cell of a part is the one that "save" judges.
