@@ -99,7 +99,7 @@ def test_everything_that_a_client_makes_counts_and_is_freed(served):
     futures = [one.step(models[1], 1.0) for _ in range(19)]  # in flight together
     served.paused.clear()
     waiting = one.step(models[1], 1.0)
-    with pytest.raises(ValueError, match="429 20 answers of this session"):
+    with pytest.raises(ValueError, match="429 20 unread answers of this session"):
         one.step(models[1], 1.0)
     served.paused.set()
     for future in [*futures, waiting]:
@@ -181,7 +181,7 @@ def test_requests_that_wait_have_a_limit_of_bytes(served, monkeypatch):
     one.result(one.ask("create_model", **own))
     served.paused.clear()
     one.post("forward_backward", batch_of(1, [3] * 60, model, **row))
-    with pytest.raises(ValueError, match=r"429 1 answers of this session with 10.. bytes"):
+    with pytest.raises(ValueError, match=r"429 1 unread answer of this session with 10.. bytes"):
         one.step(model, 1.0)
     served.paused.set()
     flush(served)
