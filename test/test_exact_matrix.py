@@ -81,4 +81,9 @@ def test_runs_are_resumed_on_other_layouts(compare, tmp_path):
     assert all(line.startswith(f"PASS {LAYOUTS[0]} -> step ") and line.count(" -> step ") == 2 for line in lines[:2])
     assert not (tmp_path / "resumed/first").exists() and (tmp_path / "resumed/undisturbed").exists()
     code, printed = compare("parted", "--resumes", "1", layouts=LAYOUTS[2:], plant="rate")
-    assert code == 1 and "0 of 1 resumed runs" in printed and "FAIL" in printed and "differ first at step" in printed
+    assert (
+        code == 1
+        and "0 of 1 resumed run has the bits" in printed
+        and "FAIL" in printed
+        and "differ first at step" in printed
+    )

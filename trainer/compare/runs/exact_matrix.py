@@ -178,7 +178,9 @@ def run_resumes(count: int, model: str, train_args: list[str], only: str | None,
         print(f"{'FAIL' if fault else 'PASS'} {layouts[0].name} -> {shown}{fault}", flush=True)
     for folder in (first, places.output_dir / "second"):
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"{count - len(faults)} of {counted(count, 'resumed run')} have the bits of the undisturbed one")
+    print(
+        f"{count - len(faults)} of {counted(count, 'resumed run has', 'resumed runs have')} the bits of the undisturbed one"
+    )
     return not faults
 
 
