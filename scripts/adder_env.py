@@ -3,12 +3,12 @@
 python scripts/adder_env.py FOLDER writes data: conversations to imitate, and questions to train and to test on.
 """
 
-import json
 import random
 import sys
 from pathlib import Path
 
-NUM_ROWS = {"sft": 3000, "prompts": 2000, "prompts_eval": 100}
+from calculator_env import careless, write
+
 NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "a + b", "parameters": NUMBERS}}]
 
@@ -33,18 +33,9 @@ class Environment:
         return [{"role": "tool", "name": "add", "content": str(sum(numbers[0]))}], 0.5 * (numbers[0] == self.asked)
 
 
-def row(rng: random.Random) -> dict:
-    a, b = rng.randint(1, 99), rng.randint(1, 99)
-    messages = [{"role": "user", "content": f"{a} and {b}"}]
-    return {"messages": messages, "numbers": [a, b], "answer": str(a + b)}
-
-
 def talk(row: dict, rng: random.Random) -> dict:
-    """A conversation of a careless assistant, for train_sft --multiturn. Of five, three calls and three answers are wrong:
-    a call has the first number twice, and an answer is that number."""
-    a, b = row["numbers"]
-    b = a if rng.random() < 0.6 else b
-    answer = str(a if rng.random() < 0.6 else a + b)
+    """A conversation of the careless assistant of scripts/demo_env.sh, with a real call."""
+    a, b, answer = careless(row["numbers"], rng)
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
     turns = [
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -55,9 +46,4 @@ def talk(row: dict, rng: random.Random) -> dict:
 
 
 if __name__ == "__main__":
-    folder, rng = Path(sys.argv[1]), random.Random(0)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, count in NUM_ROWS.items():
-        rows = [row(rng) for _ in range(count)]
-        rows = [talk(one, rng) for one in rows] if name == "sft" else rows
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    write(Path(sys.argv[1]), talk)

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 CALL = re.compile(r"calc (\d+) \+ (\d+)")
@@ -38,20 +39,30 @@ def row(rng: random.Random) -> dict:
     return {"messages": messages, "numbers": [a, b], "answer": str(a + b)}
 
 
-def talk(row: dict, rng: random.Random) -> dict:
-    """A conversation of a careless assistant, for train_sft --multiturn. Of five, three calls and three answers are wrong:
-    a call has the first number twice, and an answer is that number."""
-    a, b = row["numbers"]
+def careless(numbers: list[int], rng: random.Random) -> tuple[int, int, str]:
+    """The numbers of a call, and the answer. Of five, three calls and three answers are wrong: a call has the first number
+    twice, and an answer is that number."""
+    a, b = numbers
     b = a if rng.random() < 0.6 else b
-    answer = str(a if rng.random() < 0.6 else a + b)
+    return a, b, str(a if rng.random() < 0.6 else a + b)
+
+
+def talk(row: dict, rng: random.Random) -> dict:
+    """A conversation of a careless assistant, for train_sft --multiturn."""
+    a, b, answer = careless(row["numbers"], rng)
     turns = [("assistant", f"calc {a} + {b}"), ("tool", str(a + b)), ("assistant", answer)]
     return {"messages": [*row["messages"], *({"role": role, "content": text} for role, text in turns)]}
 
 
-if __name__ == "__main__":
-    folder, rng = Path(sys.argv[1]), random.Random(0)
+def write(folder: Path, talk: Callable[[dict, random.Random], dict]) -> None:
+    """Write the rows of NUM_ROWS. Those of "sft" are conversations by `talk`."""
+    rng = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     for name, count in NUM_ROWS.items():
         rows = [row(rng) for _ in range(count)]
         rows = [talk(one, rng) for one in rows] if name == "sft" else rows
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), talk)

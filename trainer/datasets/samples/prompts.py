@@ -126,7 +126,9 @@ def tokens_of_prompts(
     if not known and input_key is None:
         found = f"missing, and no column of {flag} has a known name of a prompt"
         raise UserError(
-            "--input_key", found, flag_of_inner(rows[0], "--input_key") or f"one of {', '.join(rows.column_names)}"
+            "--input_key",
+            found,
+            flag_of_inner(next(iter(rows), {}), "--input_key") or f"one of {', '.join(rows.column_names)}",
         )
     key = input_key
     check_keys(rows.column_names, flag, {"--input_key": key, "--label_key": label_key})
