@@ -53,17 +53,17 @@ CASES = {
     "reward-centered": (["--loss", "sigmoid", "--center_rewards_coef", "0.01"], "Reward", {"center_rewards_coefficient": 0.01}, 1, "texts"),
     # no convention differs: loss tokens of the whole batch are averaged, and images and their marks have no loss
     "images": ([], "SFT", {}, 1, "images"),
-    "reward-margin": (["--loss", "sigmoid", "--margin_key", "margin"], "Reward", {}, 1, "texts"),
+    "reward-margin": (["--loss", "sigmoid", "--margin_key", "margin"], "Reward", {}, 1, "margins"),
 }  # fmt: skip
 
 
 def write_data(folder, shared_data) -> None:
-    """{texts, even, whole, unpaired}.jsonl of real rows."""
+    """{texts, margins, even, whole, unpaired}.jsonl of real rows."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "models/stories260K-hf")
     lines = (shared_data / "gsm8k/pairs.jsonl").read_text().splitlines()
-    rows = [{**json.loads(line), "margin": number % 3 / 2} for number, line in enumerate(lines[:80])]
+    rows = [json.loads(line) for line in lines[:80]]
     rows = [  # of unequal lengths, and short, since every case trains on them
         {**row, "prompt": row["prompt"][:40], "chosen": " " + row["chosen"][: 60 + number % 9], "rejected": " " + row["rejected"][:50]}
         for number, row in enumerate(rows)
@@ -76,6 +76,7 @@ def write_data(folder, shared_data) -> None:
         short = tokenizer.decode(ids).removeprefix(prompt)
         return short if tokenizer(prompt + short, add_special_tokens=False)["input_ids"] == ids else None
 
+    margins = [{**row, "margin": number % 3 / 2} for number, row in enumerate(rows)]
     even = [{**row, **{side: cut(row["prompt"], row[side]) for side in ("chosen", "rejected")}} for row in rows]
     even = [row for row in even if row["chosen"] and row["rejected"] and row["chosen"] != row["rejected"]]
     whole = [{"prompt": "", **{side: row["prompt"] + row[side] for side in ("chosen", "rejected")}} for row in rows]
@@ -83,7 +84,7 @@ def write_data(folder, shared_data) -> None:
         {"prompt": row["prompt"], "completion": row["chosen" if number % 3 else "rejected"], "label": bool(number % 3)}
         for number, row in enumerate(rows)
     ]
-    for name, table in {"texts": rows, "even": even, "whole": whole, "unpaired": unpaired}.items():
+    for name, table in {"texts": rows, "margins": margins, "even": even, "whole": whole, "unpaired": unpaired}.items():
         assert len(table) >= 4 * STEPS, name
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
 
