@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from test_ppo_command import train_alone
 from trainer.datasets.demos.demo import make_demo
 
 # words of digits are rewarded, so that a model that knows nothing learns; the answer depends on what it wrote
+# the third turn reads a new history
 TALKER = """
+from trainer.rollout.envs.environments import History
+
 class Environment:
     def reset(self, task):
         self.turn, self.metrics = 0, {}
@@ -25,6 +29,9 @@ class Environment:
         self.metrics["length"] = len(response)
         if self.turn == 3:
             return reward, True
+        if self.turn == 2:
+            said = {"role": "assistant", "content": "yes"}
+            return History([{"role": "user", "content": str(len(response))}, said, {"role": "user", "content": "on"}]), reward
         return [{"role": "tool", "content": str(len(response))}, {"role": "user", "content": "go on"}], reward, False
 """
 # three tries of `reset` fail for one of two prompts, and a connection in some first turns
@@ -113,11 +120,13 @@ def plain_first_step(folder, rows: list[dict], advantages_of=of_groups) -> tuple
     for row, advantages in zip(rows, advantages_of(rows), strict=True):
         if row.get("failed"):
             continue
-        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
-        log_probs = model(ids).logits[0].double().log_softmax(-1)
-        generated = [len(row["prompt_ids"]) + i for start, end in row["turns"] for i in range(start, end)]
+        ids, shift = row["prompt_ids"] + row["response_ids"], len(row["prompt_ids"])
+        bounds = [0, *(shift + start for start in row.get("starts", [])), len(ids)]
+        histories = [torch.tensor([ids[start:end]]) for start, end in pairwise(bounds)]
+        log_probs = torch.cat([model(history).logits[0].double().log_softmax(-1) for history in histories])
+        generated = [shift + i for start, end in row["turns"] for i in range(start, end)]
         assert len(generated) == len(row["log_probs"])
-        surrogate = surrogate - sum(a * log_probs[i - 1, ids[0, i]] for a, i in zip(advantages, generated, strict=True))
+        surrogate = surrogate - sum(a * log_probs[i - 1, ids[i]] for a, i in zip(advantages, generated, strict=True))
         total, count = total - sum(advantages), count + len(generated)
     (surrogate / count).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
@@ -134,6 +143,7 @@ def test_layouts_replay_and_resume(folder):
         "tp2": [*tp2, *frozen],
         "packed": ["--packing_samples", *frozen],
         "ring": [*ring, *frozen],
+        "shared": ["--share_prompts", *frozen],
         "zero1-tp2": ["--backend", "deepspeed", "--zero_stage", "1", *tp2, *frozen],
         "sandbox": ["--env_sandbox", "--sample_pages", "2", "--max_steps", "2"],
         "lossy": ["--env", f"{folder}/lossy.py", "--max_failed_share", "0.9", "--max_steps", "1"],
@@ -159,17 +169,22 @@ def test_layouts_replay_and_resume(folder):
     rows = [json.loads(line) for line in (folder / "fsdp2/rollouts.jsonl").read_text().splitlines()]
     assert {len(row["turns"]) for row in rows} == {2, 3}, "some have no room for a turn"
     assert all(row["finished"] == (len(row["turns"]) == 3) for row in rows)
+    assert all(row.get("starts", []) == [end for _, end in row["turns"][1:-1]] for row in rows)
     loss, norm = plain_first_step(folder, [row for row in rows if row["rollout"] == 0])
     assert first[0]["loss"] == pytest.approx(loss, abs=1e-5) and first[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert first[0]["rollout_logprob_diff_max"] < 1e-4 and first[0]["ratio_deviation"] == 0
-    assert first[0]["turns"] > 1.5 and first[0]["env_tokens"] > 10 and first[0]["reward_length"] > 0
+    assert (
+        1.5 < first[0]["histories"] <= 2 < first[0]["turns"]
+        and first[0]["env_tokens"] > 10
+        and first[0]["reward_length"] > 0
+    )
     assert first[0]["tokens"] == sum(len(row["log_probs"]) for row in rows if row["rollout"] == 0)
     assert [row["loss"] for row in read_steps(folder / "resumed")] == [row["loss"] for row in first[2:]]
     for row, other in zip(read_steps(folder / "sandbox"), first[:2], strict=True):
         assert (row["loss"], row["reward"], row["batch_hash"]) == (other["loss"], other["reward"], other["batch_hash"])
         page = (folder / "sandbox" / row["sample_page"]).read_text()
         assert page.count("<h2>Sample") == 2 and "training -" in page and row["reward_lost"] == 0
-    for name in ("zero3", "tp2", "packed", "ring", "zero1-tp2"):
+    for name in ("zero3", "tp2", "packed", "ring", "shared", "zero1-tp2"):
         found = read_steps(folder / name)
         assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in first], abs=1e-5), name
         assert [row["grad_norm"] for row in found] == pytest.approx([row["grad_norm"] for row in first], rel=1e-4), name

@@ -12,7 +12,7 @@ from trainer.rollout.envs.episodes import generate_episodes
 
 SYSTEM, QUESTION = ASKED
 MORE, SUMMARY = {"role": "user", "content": "more"}, {"role": "user", "content": "so far: nothing"}
-STAY = "(allowed: only new messages, as what was sampled cannot change)"
+STAY = "(allowed: only new messages, or a History, which replaces all)"
 
 
 @pytest.fixture(scope="module", autouse=True)

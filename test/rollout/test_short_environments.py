@@ -58,3 +58,11 @@ def test_code_in_a_sandbox(folder):
     sample, text = play(lambda: ProcessEnvironment(source, 1024, 30.0), task, wrong, right)
     assert sample.score == 1.0 and len(sample.turns) == 2 and "user\nIt printed:\n4" in text
     assert sample.metrics["lost"] == 0
+
+
+def test_notes_replace_the_conversation(folder):
+    """Each turn reads the question and the notes of earlier turns, and nothing else."""
+    sample, text = play(load_environment(str(folder / "notes_env.py")), {}, "one", "two", "three", "done")
+    assert sample.score == 1.0 and len(sample.turns) == 4 and len(sample.starts) == 3
+    *_, newest = text.split("<|im_start|>user\nSolve")
+    assert "Your notes so far: one\ntwo\nthree\n" in newest and text.count("<|im_start|>assistant") == 4

@@ -79,6 +79,8 @@ def sample_facts(samples: list[Sample]) -> dict[str, float]:
     if any(size.turns for size in sizes):
         facts["turns"] = sum(size.turns for size in sizes) / len(samples)
         facts["env_tokens"] = sum(size.response for size in sizes) / len(samples) - facts["response_length"]
+    if any(size.histories > 1 for size in sizes):
+        facts["histories"] = sum(size.histories for size in sizes) / len(samples)
     for end in sorted({sample.end for sample in samples} - {""}):
         facts[f"end_{end}"] = sum(sample.end == end for sample in samples) / len(samples)
     for name in dict.fromkeys(name for sample in samples for name in sample.metrics):

@@ -36,23 +36,27 @@ def collate_samples(
 
     Per sample (n,), it adds response_lengths, sample_numbers and has_loss. A split over sequence-parallel ranks pads the values
     per token with 0. There is no label at these places.
+
+    Each history of a sample is a document (packed) or a row (padded) of its own, as the engine read it.
     """
     collate = collate or (collate_packed if packed else collate_padded)
-    batch = collate(samples, pad_token_id=pad_token_id)
-    places = batch.pop("places", None) or _places(samples, packed)
+    documents = [document for number, sample in enumerate(samples) for document in _histories(number, sample)]
+    batch = collate(documents, pad_token_id=pad_token_id)
+    places = batch.pop("places", None) or _places(documents, packed)
     names = ("sequence_ids", "is_token", "response_index", "is_last")
     extra = {name: torch.zeros_like(batch["input_ids"]) for name in names}
     weights = torch.zeros(batch["input_ids"].shape, dtype=torch.float64)
     scoring_pad = pad_token_id if scoring_pad is None else scoring_pad
-    for number, (sample, (row, first, skipped)) in enumerate(zip(samples, places)):
-        length, response = len(sample["input_ids"]), sample["response_length"]
-        extra["sequence_ids"][row, first + skipped : first + length] = number
+    for document, (row, first, skipped) in zip(documents, places):
+        length, offset = len(document["input_ids"]), document["offset"]
+        extra["sequence_ids"][row, first + skipped : first + length] = document["sequence"]
         extra["is_token"][row, first + skipped : first + length] = 1
-        extra["is_last"][row, first + scored_position(sample["input_ids"], scoring_pad)] = 1
+        if document["is_newest"]:
+            extra["is_last"][row, first + scored_position(document["input_ids"], scoring_pad)] = 1
         # labels are shifted: the token at t predicts the token at t + 1
-        predicting = first + torch.tensor(sample["loss_mask"]).nonzero().squeeze(1) - 1
-        extra["response_index"][row, predicting] = torch.arange(sample["offset"], sample["offset"] + response)
-        weights[row, predicting] = sample["loss_weight"]
+        predicting = first + torch.tensor(document["loss_mask"]).nonzero().squeeze(1) - 1
+        extra["response_index"][row, predicting] = torch.arange(offset, offset + len(predicting))
+        weights[row, predicting] = document["loss_weight"]
     if samples and samples[0].get("experts") is not None:
         extra["experts"] = _experts(samples, batch["input_ids"].shape, places)
     lengths = torch.tensor([sample["response_length"] for sample in samples], dtype=torch.float64)
@@ -62,10 +66,22 @@ def collate_samples(
     return {**batch, **extra, "loss_weights": weights, **of_samples}
 
 
-def _places(samples: list[dict], packed: bool) -> list[tuple[int, int, int]]:
-    """(row, first, 0) of each sample of a packed or padded micro-batch, as the `places` of `collate_shared`."""
-    starts = [0, *itertools.accumulate(len(sample["input_ids"]) for sample in samples)]
-    return [(0, starts[number], 0) if packed else (number, 0, 0) for number in range(len(samples))]
+def _histories(number: int, sample: dict) -> list[dict]:
+    """The sample number `number` of a micro-batch, cut where its histories begin. `is_newest` is the last part."""
+    parts, offset = [], sample["offset"]
+    for start, end in itertools.pairwise([0, *sample["starts"], len(sample["input_ids"])]):
+        mask = sample["loss_mask"][start:end]
+        own = {"input_ids": sample["input_ids"][start:end], "loss_mask": mask, "offset": offset, "sequence": number}
+        prompt_length = mask.index(1) if 1 in mask else len(mask)
+        parts.append({**sample, **own, "prompt_length": prompt_length, "is_newest": end == len(sample["input_ids"])})
+        offset += sum(mask)
+    return parts
+
+
+def _places(documents: list[dict], packed: bool) -> list[tuple[int, int, int]]:
+    """(row, first, 0) of each document of a packed or padded micro-batch, as the `places` of `collate_shared`."""
+    starts = [0, *itertools.accumulate(len(document["input_ids"]) for document in documents)]
+    return [(0, starts[number], 0) if packed else (number, 0, 0) for number in range(len(documents))]
 
 
 def _experts(samples: list[dict], shape: torch.Size, places: list[tuple]) -> torch.Tensor:
@@ -125,7 +141,7 @@ class SampleSet(RowSet):
             if sample.held.here:
                 input_ids, loss_mask = sample.ids_and_mask()
                 row |= {"input_ids": input_ids, "loss_mask": loss_mask, "number": number, "offset": offset}
-                row["prompt_length"] = len(sample.prompt_ids)
+                row["starts"] = [len(sample.prompt_ids) + start for start in sample.starts]
                 row |= {"response_length": size.generated, "loss_weight": weight * has_loss, "experts": sample.experts}
                 offset += size.generated
             self._rows.append(row)

@@ -19,7 +19,7 @@ from trainer.models.losses.sequence_sums import counts_here
 from trainer.rollout.samples import Sample
 
 # fields of a Sample with values per token
-IDS, LOCAL = ("prompt_ids", "response_ids"), ("log_probs", "kept_ids", "turns", "turn_rewards")
+IDS, LOCAL = ("prompt_ids", "response_ids"), ("log_probs", "kept_ids", "turns", "starts", "turn_rewards")
 MESSAGE_SAMPLES = 64  # samples that rank 0 gets at a time, to write them
 
 

@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Optional
 
 import torch
@@ -39,6 +39,8 @@ def as_row(sample: Sample, rollout: int, tokenizer) -> dict:
         row["kept_ids"] = sample.kept_ids
     if sample.turns:
         row |= {"turns": sample.turns, "turn_rewards": sample.turn_rewards}
+    if sample.starts:
+        row["starts"] = sample.starts
     if sample.versions:
         row["version"] = sample.version
     if len(sample.versions) > 1:
@@ -59,6 +61,7 @@ def sample_of(row: dict) -> Sample:
         "end": str(row.get("end", "")),
         "kept_ids": sets,
         "turns": turns,
+        "starts": row.get("starts", []),
         "turn_rewards": list(map(float, row.get("turn_rewards", []))),
         "versions": versions,
         "experts": experts,
@@ -71,6 +74,8 @@ def sample_of(row: dict) -> Sample:
         raise ValueError("a response without tokens, or without a log-prob for each token")
     if not all(token in ids for token, ids in zip(tokens, sets or [[token] for token in tokens], strict=True)):
         raise ValueError("a token that is not in the set that it was sampled from")
+    if not _are_starts(sample.starts, turns):
+        raise ValueError("a history that does not begin between two turns")
     if sample.turn_rewards and not (
         len(sample.turn_rewards) == len(turns) and all(map(math.isfinite, sample.turn_rewards))
     ):
@@ -78,6 +83,12 @@ def sample_of(row: dict) -> Sample:
     if experts is not None and len(experts) >= sample.size().tokens:
         raise ValueError("experts of more tokens than there are")
     return sample
+
+
+def _are_starts(starts: list[int], turns: list[list[int]]) -> bool:
+    """Whether each history begins where a turn ends, with tokens of the environment before the next turn."""
+    following = {end: first for (_, end), (first, _) in pairwise(turns)}
+    return starts == sorted(set(starts)) and all(start < following.get(start, start) for start in starts)
 
 
 def encoded(experts: torch.Tensor) -> str:

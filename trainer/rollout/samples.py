@@ -16,6 +16,7 @@ class Sizes:
     response: int  # tokens after the prompt
     generated: int  # tokens of the response that the engine generated
     turns: int
+    histories: int
     digest: str  # of all tokens
 
 
@@ -47,6 +48,8 @@ class Sample:
     columns: dict = field(default_factory=dict)
     # --env: [start, end) in response_ids of each turn of the model; the environment wrote the other tokens
     turns: list[list[int]] = field(default_factory=list)
+    # --env: where in response_ids a new history begins. The model reads no token before the newest one
+    starts: list[int] = field(default_factory=list)
     # --env: the reward of each turn; the score is their sum
     turn_rewards: list[float] = field(default_factory=list)
     # --max_staleness: [start, version] in response_ids; from `start` on, this version of the policy generated the tokens
@@ -67,7 +70,8 @@ class Sample:
     def size(self) -> Sizes:
         if self.held.sizes is None:
             ids, response = self.prompt_ids + self.response_ids, len(self.response_ids)
-            sizes = Sizes(len(ids), response, len(self.generated()), len(self.turns), digest_of(ids))
+            counts = len(self.generated()), len(self.turns), len(self.starts) + 1
+            sizes = Sizes(len(ids), response, *counts, digest_of(ids))
             self.held = replace(self.held, sizes=sizes)
         return self.held.sizes
 

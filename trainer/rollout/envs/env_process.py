@@ -12,7 +12,7 @@ from typing import Any, Optional
 from trainer.datasets.conversations.messages import tools_of
 from trainer.errors import UserError
 from trainer.limits import MB, limit
-from trainer.rollout.envs.environments import Failure, Response, Source, Step, read_opening, read_step
+from trainer.rollout.envs.environments import Failure, History, Response, Source, Step, read_opening, read_step
 from trainer.rollout.envs.nursery import Born, Nursery
 from trainer.rollout.envs.sandbox import Box
 from trainer.rollout.peers import BadAnswer, read_frame, read_metrics, read_object, send_frame
@@ -64,6 +64,7 @@ class ProcessEnvironment:
         if "error" in answer:
             return Failure(answer["error"], passing=answer["passing"])
         self.metrics |= answer["metrics"]
+        self.tools = answer.get("tools", self.tools)
         return answer["messages"], answer["reward"], answer["done"]
 
     def lose(self) -> Step:
@@ -104,10 +105,15 @@ def _read_step(answer: dict) -> dict:
     if type(done) is not bool or isinstance(reward, bool) or not isinstance(reward, (int, float)):
         raise BadAnswer("reward is no number, or done is neither true nor false")
     check_scores("reward", [reward], 1)
+    own = {}
     if messages or not done:
-        step = read_step((messages, reward, done))
+        is_history = "history_tools" in answer
+        step = read_step((History(messages) if is_history else messages, reward, done))
         messages, reward, done = step.messages, step.reward, step.done
-    return {"messages": messages, "reward": float(reward), "done": done, "metrics": read_metrics(answer["metrics"])}
+        if is_history:
+            messages, own = History(messages), {"tools": tools_of({"tools": _of_bounded_size(answer["history_tools"])})}
+    metrics = read_metrics(answer["metrics"])
+    return {"messages": messages, "reward": float(reward), "done": done, "metrics": metrics, **own}
 
 
 def _of_bounded_size(value: Any) -> Any:

@@ -48,6 +48,14 @@ class Step:
     messages: list[dict] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
+    is_history: bool = False  # the messages are the whole conversation from here on
+
+
+class History(list):
+    """Messages of `step` that replace the conversation so far, turns of the assistant included.
+
+    The model reads them as it reads those of `reset`. So an environment shortens a long history, or asks a sub-agent.
+    """
 
 
 @functools.cache  # the code of a module runs once
@@ -264,8 +272,8 @@ def read_opening(value: Any) -> list[dict]:
 def read_step(value: Any) -> Step:
     """What `step` returned: messages; (messages, reward); (reward, done); or (messages, reward, done).
 
-    Gymnasium's (observation, reward, terminated, truncated, info) is read too. Raises UserError for anything else.
-    A `Step` without messages ends an episode that is not done.
+    A `History` may be in place of the messages. Gymnasium's (observation, reward, terminated, truncated, info) is read too.
+    Raises UserError for anything else. A `Step` without messages ends an episode that is not done.
     """
     if isinstance(value, Step):
         return value
@@ -286,9 +294,13 @@ def read_step(value: Any) -> Step:
     [reward], _ = check_scores("reward", [reward], 1)
     if done:
         return Step(reward=reward, done=True)
+    if isinstance(messages, History):
+        return Step(read_opening(list(messages)), reward, is_history=True)
     messages = _messages(messages) if messages else []
     if any(message["role"] == "assistant" for message in messages):
-        raise UserError("", "gives a message of the assistant", "only new messages, of the roles user and tool")
+        raise UserError(
+            "", "gives a message of the assistant", "only new messages, of the roles user and tool, or a History"
+        )
     if not messages:
         raise UserError("", "is not done and gives no messages for the model", "messages of the roles user and tool")
     return Step(messages, reward)

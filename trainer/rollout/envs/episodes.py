@@ -8,6 +8,7 @@ An episode whose environment fails in a way that may pass is a failed sample, an
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -25,8 +26,8 @@ from trainer.distributed.collectives import gather_objects
 from trainer.errors import Failed, UserError
 from trainer.metrics import counted
 from trainer.rollout.engines.sampling import Completion, Sampling, sample_seed
-from trainer.rollout.envs.environments import Response, read_opening, read_step, reset
-from trainer.rollout.envs.given_messages import check_new
+from trainer.rollout.envs.environments import Response, Step, read_opening, read_step, reset
+from trainer.rollout.envs.given_messages import GivenMessages, check_new
 from trainer.rollout.envs.long_answers import fitting
 from trainer.rollout.envs.one_episode import (
     ANSWER,
@@ -212,7 +213,7 @@ def _play(
 
 def _turns(engine, going: list[Episode], sampling: Sampling, seed: int, rollout: int) -> list[Completion]:
     """The next turn of each episode."""
-    texts = [episode.prompt_ids + episode.ids for episode in going]
+    texts = [episode.read_ids() for episode in going]
     seeds = [sample_seed(seed, rollout, episode.number, len(episode.turns)) for episode in going]
     room = [sampling.max_new_tokens - len(episode.ids) for episode in going]
     return engine.generate(texts, sampling, seeds, room)
@@ -245,16 +246,22 @@ def _opened(environments: Environments, episode: Episode, opening: Any) -> tuple
     if isinstance(opening, Failed):
         return [], str(opening)
     with _named(environments, "reset", episode):
-        tools = getattr(episode.env, "tools", None) or columns_of(episode.prompt).get("tools")
-        episode.opening, episode.tools = read_opening(opening), tools_of({"tools": tools})
-        episode.given.add(opening, tools)
-        check_call_format(environments.tokenizer, episode.tools)
+        _begin_history(environments, episode, read_opening(opening), opening)
         ids = render_prompt(environments.tokenizer, episode.opening, episode.tools)
     if len(ids) <= environments.prompt_max_len:
         return ids, ""
     where = f"{environments.where}: reset, row {episode.prompt['row'] + 1}"
     allowed = f"up to --prompt_max_len {environments.prompt_max_len}"
     return [], str(Failed(where, f"messages of {counted(len(ids), 'token')}", allowed))
+
+
+def _begin_history(environments: Environments, episode: Episode, messages: list[dict], given: Any) -> None:
+    """Begin a conversation with `messages`, and with the tools that the environment has now. `given` is how it gave them."""
+    tools = getattr(episode.env, "tools", None) or columns_of(episode.prompt).get("tools")
+    episode.opening, episode.tools = messages, tools_of({"tools": tools})
+    episode.given = GivenMessages()
+    episode.given.add(given, tools)
+    check_call_format(environments.tokenizer, episode.tools)
 
 
 def _open(environments: Environments, episodes: list[Episode]) -> list[tuple[list[int], str]]:
@@ -305,19 +312,22 @@ def _stepped(
         step = read_step(value)
         ids, end = [], DONE if step.done else LOST
         try:
-            if step.messages:
+            if step.is_history:
+                _begin_history(environments, episode, step.messages, value)
+            elif step.messages:
                 check_new(episode.opening, step.messages)
                 episode.given.add(value)
-                ids, end = _next_ids(environments, episode, completion, step.messages, sampling)
+            if step.messages:
+                ids, end = _next_ids(environments, episode, completion, step, sampling)
         except UserError:  # the messages are no new ones, or the template refuses them
             if not hasattr(episode.env, "lose"):
                 raise
             step, end = episode.env.lose(), LOST  # a sandbox may send anything, and loses its own episode only
-    return Went(ids, step.reward, end, _metrics(environments, episode))
+    return Went(ids, step.reward, end, _metrics(environments, episode), is_history=step.is_history)
 
 
 def _next_ids(
-    environments: Environments, episode: Episode, completion: Completion, messages: list[dict], sampling: Sampling
+    environments: Environments, episode: Episode, completion: Completion, step: Step, sampling: Sampling
 ) -> tuple[list[int], str]:
     """(ids until the next turn, what ends the episode if there are none)."""
     if not completion.finished:
@@ -330,6 +340,8 @@ def _next_ids(
         if environments.last_turn_text and episode.response.turns_left == 1:
             *before, message = messages
             messages = [*before, {**message, "content": f"{message['content']}\n\n{environments.last_turn_text}"}]
+        if step.is_history:
+            return render_prompt(environments.tokenizer, messages, episode.tools)
         return continuation_ids(
             environments.tokenizer,
             episode.opening,
@@ -340,7 +352,9 @@ def _next_ids(
         )
 
     room = sampling.max_new_tokens - len(episode.ids)
-    ids, was_cut = fitting(render, messages, room, environments.long_answers)
+    long = environments.long_answers
+    long = dataclasses.replace(long, max_len=None) if step.is_history else long  # a history is no answer
+    ids, was_cut = fitting(render, step.messages, room, long)
     episode.num_cut += was_cut
     return ids, "" if ids else ANSWER
 

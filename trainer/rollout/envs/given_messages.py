@@ -1,15 +1,15 @@
-"""What an environment has told the model. Turns were sampled behind it, so it stays as it is for the whole episode."""
+"""What an environment has told the model. Turns were sampled behind it, so it stays as it is until a `History` replaces it."""
 
 import copy
 from typing import Any
 
 from trainer.errors import UserError
 
-STAY = "only new messages, as what was sampled cannot change"
+STAY = "only new messages, or a History, which replaces all"
 
 
 class GivenMessages:
-    """The messages and tools that one environment has given so far, each list with a copy of it."""
+    """The messages and tools that one environment has given for this history, each list with a copy of it."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[list, list]] = []

@@ -46,6 +46,7 @@ class Went(NamedTuple):
     end: str  # one of ENDS, if it ends
     metrics: dict[str, float]
     failed: str = ""
+    is_history: bool = False  # the tokens begin a new history
 
 
 @dataclass
@@ -64,6 +65,7 @@ class Episode:
     log_probs: list[float] = field(default_factory=list)  # of generated tokens, like kept_ids
     kept_ids: list[list[int]] = field(default_factory=list)
     turns: list[list[int]] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # as in `Sample`
     versions: list[list[int]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # of the turns
     end: str = ""  # one of ENDS
@@ -78,7 +80,7 @@ class Episode:
         tokenizer, left = environments.tokenizer, environments.max_turns - len(self.turns) - 1
         raw, start = tokenizer.decode(completion.token_ids), len(self.ids)
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        header = tokenizer.decode((self.prompt_ids + self.ids)[-THOUGHT_TOKENS:])
+        header = tokenizer.decode(self.read_ids()[-THOUGHT_TOKENS:])
         calls = tool_calls(raw, self.tools, opens_thoughts(header))
         self.response = Response(text, raw, calls, completion.finished, left)
         self.ids += completion.token_ids
@@ -88,7 +90,13 @@ class Episode:
         self.versions += [[start + at, version] for at, version in completion.versions]
         return self.response
 
+    def read_ids(self) -> list[int]:
+        """The ids that the model reads: those of the newest history."""
+        return self.ids[self.starts[-1] :] if self.starts else self.prompt_ids + self.ids
+
     def go_on(self, went: Went) -> None:
+        if went.is_history and went.next_ids:
+            self.starts.append(len(self.ids))
         self.end, self.over = went.end, not went.next_ids
         self.rewards.append(went.reward)
         self.ids += went.next_ids
@@ -112,6 +120,7 @@ class Episode:
             metrics=self.metrics,
             kept_ids=[[stop]] if is_empty and sampling.gives_sets else self.kept_ids,
             turns=[[0, 1]] if is_empty else self.turns,
+            starts=self.starts,
             turn_rewards=[0.0] if is_empty else self.rewards,
             versions=self.versions,
             failed=self.failed,

@@ -61,4 +61,5 @@ def _answer(env: Any, request: dict, runner: asyncio.Runner) -> dict:
         return {}
     metrics = getattr(env, "metrics", None)
     metrics = {name: float(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {}
-    return {"messages": step.messages, "reward": step.reward, "done": step.done, "metrics": metrics}
+    answer = {"messages": step.messages, "reward": step.reward, "done": step.done, "metrics": metrics}
+    return answer | ({"history_tools": getattr(env, "tools", None)} if step.is_history else {})
