@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from launch import ROOT, read_rows, read_steps, run_process
+from launch import ROOT, read_rows, read_steps, run_process, train_many
 
 RUNS = {"train_rm": "eval_accuracy", "train_dpo": "eval_reward_accuracy"}
 SAME_CURVE = {"train_rm": 70, "train_dpo": 20}  # steps until roundings show in the losses
@@ -13,21 +13,25 @@ WANTED = {"train_rm": 0.9, "train_dpo": 0.8}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The runs of the four scripts, each on the demo in fp32 on two ranks.
+    """The command lines of the four scripts, each on the demo in fp32 on two ranks, in one launch.
 
     Roundings of 1e-7 grow some tenfold in every thirty steps of train_rm, faster in train_dpo, within one backend as well:
     micro-batches of another size bring train_rm 1e-3 apart after 40 steps and 0.5 after all 150. Between the backends it is
     2e-4 after 70 steps, and 1e-3 to 1.3e-2 after 150, by the library of the products and the processor. With --exact, all
     150 losses are the same bits; test_exact.py has that in fewer steps.
     """
-    folder = tmp_path_factory.mktemp("preference_demo")
+    folder, lines = tmp_path_factory.mktemp("preference_demo"), []
+    told = {"BASH_FUNC_torchrun%%": "() { printf '%s\\n' \"$@\"; }"}  # the scripts then print what they would launch
     for command in RUNS:
         for backend in ("fsdp2", "deepspeed"):
             out = folder / f"{command}-{backend}"
             flags = ["--param_dtype", "fp32", "--output_dir", str(out), "--logging_steps", "50"]
             flags += ["--cpu_matmul", "mkl", "--save_steps", "150"]
-            code, output = run_process(["bash", str(ROOT / f"scripts/{command}_{backend}.sh"), *flags], timeout=900)
+            code, output = run_process(["bash", str(ROOT / f"scripts/{command}_{backend}.sh"), *flags], **told)
             assert code == 0, output[-4000:]
+            module, *line = output.partition("\n-m\n")[2].splitlines()
+            lines.append([module.removeprefix("trainer.cli."), *line])
+    train_many(2, lines, folder, timeout=900)
     return folder
 
 
