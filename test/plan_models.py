@@ -3,6 +3,7 @@
 `python plan_models.py` writes the tables of the page anew.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -34,6 +35,7 @@ COMMANDS = [
 ]
 
 
+@functools.cache
 def meta_model(name: str) -> torch.nn.Module:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(CONFIGS[name])

@@ -28,6 +28,14 @@ from trainer.planning.predicted_memory import predict
 from trainer.runs.features import chosen_layout
 
 
+@pytest.fixture(scope="module", autouse=True)
+def plans():
+    """The plan of 256 GPUs takes long. The page and the commands ask for the same one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_report, "make_plan", functools.cache(plan_report.make_plan))
+        yield
+
+
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
     """{name: {group size: bytes that rank 0 sent in a step}}"""
@@ -164,7 +172,7 @@ def test_commands_are_accepted_by_the_trainer():
     """The three best layouts, with flags that train_sft and the strategy accept."""
     _, machine, _, work, _ = plan.parse(COMMANDS[4].split())
     assert work == Work(256, 1, 4096)
-    choices = [c for c in plan_report.make_plan(meta_model("deepseek-v3"), machine, work) if not c.problem][:3]
+    choices = [c for c in plan_report.make_plan(meta_model("deepseek-v3"), machine, work, None) if not c.problem][:3]
     assert len(choices) == 3
     for choice in choices:
         line = plan_report.command(choice.layout, machine, work, "deepseek-v3")
