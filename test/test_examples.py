@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from launch import ROOT, forked, torchrun
+from launch import ROOT, forked
 from transformers import AutoModelForCausalLM
 
 from trainer.datasets.demos.demo import make_demo
@@ -45,7 +45,7 @@ def test_it_is_one_page():
 @pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])
 def test_the_reward_rises(backend, tmp_path):
     flags = ["--backend", backend, "--num_rollouts", str(NUM_ROLLOUTS), "--output_dir", "out"]
-    code, output = torchrun(2, str(SCRIPT), *flags, cwd=tmp_path, timeout=500)
+    code, output = forked(2, str(SCRIPT), *flags, cwd=tmp_path, timeout=500)
     assert code == 0, output[-4000:]
     found = rewards(output)
     assert len(found) == NUM_ROLLOUTS
