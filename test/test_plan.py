@@ -230,7 +230,7 @@ def test_the_command_and_its_errors(tmp_path):
     for model, flags, message in (
         (tmp_path, ["--gpus", "7", "--nodes", "2"], "--gpus: 7 is not a multiple"),
         (tmp_path, ["--gpus", "0"], "--gpus: 0"),
-        (tmp_path / "none", ["--gpus", "8"], "MODEL: "),
+        (tmp_path / "none", ["--gpus", "8"], "MODEL: .*/none is not found"),
     ):
         with pytest.raises(UserError, match=message):
             plan.run([str(model), *flags])

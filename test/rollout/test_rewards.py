@@ -447,9 +447,16 @@ def test_percentiles_of_rewards_and_lengths_and_rewards_of_groups():
     assert found == {"reward/set/a": 0.5, "reward/set/b": 4.0, "reward/topic/x": 2.0, "reward/topic/y": 1.0}
 
 
-@pytest.mark.parametrize("name", ["nowhere.py", "mathe"])
-def test_a_reward_function_that_is_not_there(name):
-    with pytest.raises(UserError, match="--reward_func"):
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("nowhere.py", "nowhere.py is not found"),
+        ("/nowhere.py:own", "/nowhere.py is not found"),
+        ("mathe", "mathe is not a Python file"),
+    ],
+)
+def test_a_reward_function_that_is_not_there(name, found):
+    with pytest.raises(UserError, match=f"^--reward_func: {found} .allowed: math, "):
         scorer_of(name, 1)
 
 

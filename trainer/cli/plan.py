@@ -6,11 +6,13 @@ python -m trainer.cli.plan MODEL --gpus 8 --rollout_engine vllm_server --servers
 Nothing is downloaded but the config, and no weight is read. Predicted memory and bytes are explained in docs/plan.md.
 """
 
+import os
 from typing import Optional
 
 from trainer.entry import run_command
 from trainer.errors import UserError
 from trainer.help_texts import ReadingParser
+from trainer.model_folders.folder_names import only_on_hub
 from trainer.planning import plan_inputs as inputs
 from trainer.planning.idle_share import Lengths
 
@@ -117,6 +119,8 @@ def rollouts_of(engine: Optional[str], flags: dict, gpus: int, max_len: int) -> 
 
 def run(argv: list[str]) -> None:
     name, *rest = parse(argv)
+    if not os.path.exists(name):
+        only_on_hub(name, "MODEL")
     from trainer.planning.layout_plan import meta_model, report  # not at the top: torch is not needed for --help
 
     print(report(meta_model(name), name, *rest))

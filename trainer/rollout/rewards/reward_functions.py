@@ -116,9 +116,8 @@ def check_file(name: str) -> None:
     if name in (*BUILT_IN, JUDGE):
         return
     if not (path.endswith(".py") and os.path.isfile(path)):
-        raise UserError(
-            FLAG, f"{name} is not a Python file", f"{', '.join(BUILT_IN)}, judge, FILE.py or FILE.py:FUNCTION"
-        )
+        found = f"{path} is not found" if path.endswith(".py") else f"{name} is not a Python file"
+        raise UserError(FLAG, found, f"{', '.join(BUILT_IN)}, judge, FILE.py or FILE.py:FUNCTION")
     check_syntax(path, FLAG)
 
 
