@@ -4,6 +4,7 @@ import atexit
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -110,6 +111,14 @@ def forked(num_ranks: int, *arguments: str, timeout: float = 300, cache: str = "
     if ending["kind"] == "done":
         return 0, log.read_text()
     return 1, f"{log.read_text()}\n{ending['kind']}: {ending['text']}"
+
+
+def in_fork(*arguments: str, **options) -> tuple[int, str]:
+    """As `forked` with one rank, with the exit code of the command, and without the traceback that tells the code."""
+    code, output = forked(1, *arguments, **options)
+    said, _, last = output.rpartition("Traceback (most recent call last):")
+    left = re.search(r"RuntimeError: exit code (\d+)$", last)
+    return (int(left[1]), said) if code and left else (code, output)
 
 
 def train_many(num_ranks: int, command_lines: list[list[str]], folder: Path, timeout: float, launch=forked) -> str:
