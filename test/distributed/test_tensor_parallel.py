@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launch import ROOT, forked
+from launch import FULL, ROOT, forked
 from tiny_models import CONFIGS, EVEN_CONFIGS, save_models
 from transformers import AutoModelForCausalLM, Olmo2Config
 
@@ -134,21 +134,39 @@ DEEPSPEED_RUNS = [
     f"{architecture}:{('z1-dp2-tp2:padded', 'z3-tp4:packed')[number % 2]}"
     for number, architecture in enumerate(EVEN_CONFIGS)
 ] + ["qwen3_even:z3-dp2-tp2-hf:packed", "gemma3_even:z0-dp2-tp2:padded"]
-# two layouts of each architecture in turn; `torchrun tensor_parallel_checks.py` also takes any other layout
+# two layouts of each architecture in turn, for `PARITY=full`; `torchrun tensor_parallel_checks.py` also takes any other
 EXACT_RUNS = [
     f"{architecture}:{run}"
     for number, architecture in enumerate(CONFIGS)
     for run in (("dp2-tp2:padded", "tp4:packed"), ("dp2-tp2-sequence:packed", "dp2-tp2-hf:padded"))[number % 2]
     if not (architecture == "olmo2" and "hf" in run)  # OLMo2 uses the model's own plan in both cases
 ] + ["llama_bias:tp4-sequence:padded", "gemma3:hsdp2-tp2:packed", "qwen3:hsdp2-tp2:padded", "qwen2:hsdp2-dp2:padded"]
+# each architecture and each layout of FSDP2; each stage and each kind of layer that DeepSpeed cuts
+SAMPLE = [
+    "llama:dp2-tp2:padded", "llama_bias:tp4-sequence:padded", "qwen2:tp4:packed", "qwen3:dp2-tp2-hf:padded",
+    "gemma3:hsdp2-tp2:packed", "mistral:dp2-tp2-sequence:packed", "olmo2:dp2-tp2:padded",
+    "llama_bias_even:z3-tp4:packed", "qwen2_even:z1-dp2-tp2:padded", "qwen3_even:z3-dp2-tp2-hf:packed",
+    "gemma3_even:z0-dp2-tp2:padded",
+]  # fmt: skip
+RUNS = EXACT_RUNS + DEEPSPEED_RUNS if FULL else SAMPLE
+
+
+def test_the_sample_has_every_architecture_and_layout():
+    def layouts(runs: list[str]) -> set[str]:
+        return {run.split(":")[1] for run in runs}
+
+    assert {run.split(":")[0].removesuffix("_even") for run in SAMPLE} == CONFIGS.keys()
+    assert set(SAMPLE) < {*EXACT_RUNS, *DEEPSPEED_RUNS}
+    # check_chunked_loss has this one
+    assert layouts(EXACT_RUNS + DEEPSPEED_RUNS) - layouts(SAMPLE) == {"hsdp2-dp2"}
 
 
 def test_every_architecture_is_exact_and_the_sentinel_works(tmp_path):
     save_models(str(tmp_path))
     make_demo(str(tmp_path / "demo"))
     script = str(ROOT / "test/distributed/tensor_parallel_checks.py")
-    code, output = forked(4, script, str(tmp_path), ",".join(EXACT_RUNS + DEEPSPEED_RUNS), timeout=900)
+    code, output = forked(4, script, str(tmp_path), ",".join(RUNS), timeout=900)
     assert code == 0, output[-6000:]
-    for run in EXACT_RUNS + DEEPSPEED_RUNS:  # anywhere in a line: a progress bar may come before it
+    for run in RUNS:  # anywhere in a line: a progress bar may come before it
         assert f"ok {run.replace(':', ' ')} losses" in output, run
     assert output.count("ok check_") == 6
