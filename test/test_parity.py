@@ -17,19 +17,18 @@ BACKENDS = {
     "deepspeed-z3": ["--backend", "deepspeed", "--zero_stage", "3"],
     "fsdp2": ["--backend", "fsdp2"],
 }
-STEPS = 10  # the command takes 20
-# every backend on one and two ranks with every micro-batch size and form, in turn
+STEPS = 6  # the command takes 20
+# every stage on two ranks, both backends on one, with every micro-batch size and form in turn
 GRID = [
-    "deepspeed-z0-1r-mb1-packed", "deepspeed-z1-1r-mb4-padded-onednn", "deepspeed-z2-1r-mb1-padded-mkl", "deepspeed-z3-1r-mb4-packed",
-    "fsdp2-1r-mb1-packed-mkl", "fsdp2-1r-mb4-padded-onednn",
+    "deepspeed-z0-1r-mb1-packed", "deepspeed-z1-1r-mb4-padded-onednn", "fsdp2-1r-mb1-packed-mkl",
     "deepspeed-z0-2r-mb4-padded", "deepspeed-z1-2r-mb1-padded", "deepspeed-z2-2r-mb4-packed-compiled",
-    "deepspeed-z3-2r-mb4-packed", "deepspeed-z3-2r-mb4-padded", "fsdp2-2r-mb4-padded", "fsdp2-2r-mb1-packed",
+    "deepspeed-z3-2r-mb4-packed", "deepspeed-z3-2r-mb4-padded", "fsdp2-2r-mb4-padded",
     "fsdp2-2r-mb4-padded-compiled-onednn", "fsdp2-2r-mb1-padded-once",
     "fsdp2-2r-mb1-packed-selective", "deepspeed-z3-2r-mb4-padded-selective",
 ]  # fmt: skip
-BF16_GRID = [f"{backend}-2r-bf16" for backend in BACKENDS]
+BF16_GRID = [f"{backend}-2r-bf16" for backend in ("deepspeed-z1", "deepspeed-z3", "fsdp2")]
 # 45 samples in batches of 16 over two epochs: the last batch of each epoch is short and leaves a rank with less
-SHUFFLED_GRID = ["fsdp2-2r-shuffled", "deepspeed-z2-2r-shuffled", "deepspeed-z3-2r-shuffled", "fsdp2-1r-shuffled"]
+SHUFFLED_GRID = ["fsdp2-2r-shuffled", "deepspeed-z3-2r-shuffled", "fsdp2-1r-shuffled"]
 
 
 def command_line(name: str, folder, data) -> list[str]:
