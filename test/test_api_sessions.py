@@ -186,3 +186,15 @@ def test_requests_that_wait_have_a_limit_of_bytes(served, monkeypatch):
         one.step(model, 1.0)
     served.paused.set()
     flush(served)
+
+
+@pytest.mark.parametrize("path", ["create_session", "asample", "retrieve_future"])
+@pytest.mark.parametrize("inner", ["[],", '"",', "{},", "1,"])
+def test_a_body_of_millions_of_values_is_refused_before_objects_are_made(served, path, inner, monkeypatch):
+    monkeypatch.setitem(limits._raised, "request_values", 100_000)
+    client, made = Here(served.web), []
+    monkeypatch.setattr(json, "loads", lambda body, real=json.loads: made.append(len(body)) or real(body))
+    bomb = b'{"request_id": [' + inner.encode() * 100_001 + b"0]}"
+    with pytest.raises(ValueError, match="413 JSON of more than 100000 values; --limits request_values=N raises"):
+        client.post(path, bomb)
+    assert max(made) < 1000

@@ -42,7 +42,7 @@ DEFAULTS: dict[str, tuple[int, str]] = {
     "request_s": (30, "seconds for a whole request to serve_rm or serve_train to arrive"),
     "queue": (16_384, "texts that wait at serve_rm; a request beyond them gets 503"),
     "text_kb": (4096, "KB of a prompt or a response for serve_rm"),
-    "request_values": (1_000_000, "values of the JSON of a request to serve_rm"),
+    "request_values": (1_000_000, "values of the JSON of a request to serve_rm or serve_train"),
     "unread": (8192, "answers that a session of serve_train has not read"),
     "unread_kb": (262_144, "KB of these answers, and of its requests that wait for their turn"),
     "read_kb": (16_384, "KB of answers that a session has read, kept for a client that missed one and asks again"),

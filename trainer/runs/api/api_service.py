@@ -21,9 +21,11 @@ from starlette.routing import Route
 
 from trainer.datasets.rows import HALF
 from trainer.errors import UserError
+from trainer.limits import limit
 from trainer.metrics import counted
 from trainer.models.losses.client_loss import CLIENT_LOSSES
 from trainer.rollout.engines.sampling import Sampling, sample_seed
+from trainer.rollout.peers import BadAnswer, check_values
 from trainer.rollout.rewards.http_service import Door, HTTPLimits, Refused, as_json
 from trainer.runs.api.api_messages import LARGEST, adam_of, batch_output, number_of, read_batch, sample_output, whole_of
 from trainer.runs.api.api_sessions import Job, Session, Sessions
@@ -103,10 +105,7 @@ class TrainingService:
         async def endpoint(request: Request) -> Response:
             async with self._door.body(request) as body:
                 try:
-                    asked = json.loads(body or b"{}")
-                    if not isinstance(asked, dict):
-                        raise TypeError("no JSON object")
-                    return as_json(answer(asked))
+                    return as_json(answer(_read(body or b"{}")))
                 except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError, AttributeError) as error:
                     raise Refused(422, f"{type(error).__name__}: {error}") from None
                 except UserError as error:
@@ -343,10 +342,15 @@ def _check_adam(config: Optional[dict]) -> None:
 
 def _read(body: bytes) -> dict:
     try:
+        check_values(body, limit("request_values"))  # all other clients wait while it is read
         asked = json.loads(body)
-        return asked if isinstance(asked, dict) else {}
-    except (ValueError, RecursionError):
-        raise Refused(422, "no JSON") from None
+    except BadAnswer as error:
+        raise Refused(413, f"{str(error).partition(';')[0]}; --limits request_values=N raises the limit") from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(422, f"{type(error).__name__}: {error}") from None
+    if not isinstance(asked, dict):
+        raise Refused(422, "no JSON object")
+    return asked
 
 
 async def _not_offered(request: Request) -> Response:
