@@ -350,7 +350,6 @@ SAMPLE = (
     "sft --learning_rat 1",
     "@sft --pretrain cut_weights",
     "@sft --lora_rank 4 --target_modules nothing",
-    "@dpo --dataset same_pair.jsonl",
     "@kd --teacher nowhere",
     "@scores --reward_func raises.py",
 )
