@@ -14,7 +14,7 @@ from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.runs.rl.rl_checks import validate
-from trainer.runs.rl.rl_run import count_steps
+from trainer.runs.rl.rl_run import count_steps, note_first_rollout
 
 # samples of a prompt get different scores if its first digit is 4 or less, else equal ones inside the range
 DIFFERENT = """
@@ -149,3 +149,26 @@ def test_an_optimizer_step_larger_than_a_rollout_is_one_line(tmp_path, prompts, 
         count_steps(args, order, None)
     args.batch.train_batch_size = largest
     assert count_steps(args, order, None) > 0
+
+
+@pytest.mark.parametrize(
+    ("step", "prompts", "evaluates", "frozen", "said"),
+    [
+        (0, 9, False, None, "step 1: generating 32 responses to 8 prompts"),
+        (0, 1, True, None, "step 1: evaluating, then generating 4 responses to 1 prompt"),
+        (3, 9, True, None, ""),  # resumed: its rollout may be there
+        (0, 9, False, [], ""),  # --rollouts_from
+    ],
+)
+def test_the_time_before_the_first_step_is_told(step, prompts, evaluates, frozen, said):
+    printed: list[str] = []
+    run = SimpleNamespace(
+        progress=SimpleNamespace(step=step),
+        frozen=frozen,
+        args=SimpleNamespace(rollout=SimpleNamespace(rollout_batch_size=8, n_samples_per_prompt=4)),
+        samples=range(prompts),
+        ppo=SimpleNamespace(evaluation=object()),
+        setup=SimpleNamespace(strategy=SimpleNamespace(print=printed.append)),
+    )
+    note_first_rollout(run, evaluates)
+    assert printed == [said] * bool(said)

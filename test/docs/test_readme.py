@@ -101,6 +101,9 @@ def test_the_site_is_dark_and_light_and_asks_no_other_site():
     assert site["theme"]["font"] is False and "offline" in site["plugins"]
     scripts = site["extra"]["polyfills"]  # the plugin `offline` adds one of another site if none of them has this name
     assert any("iframe-worker" in script for script in scripts)
+    style = (ROOT / "docs" / site["extra_css"][0]).read_text()
+    [headings] = re.findall(r"\.md-typeset h1,\s*\.md-typeset h2,\s*\.md-typeset h3 \{([^}]*)\}", style)
+    assert "color: var(--md-default-fg-color);" in headings  # in both palettes; the theme's own is a pale grey
     assert all((ROOT / "docs" / script).is_file() for script in scripts)
 
 
