@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from launch import ROOT, run_process
 from transformers import FalconH1Config, GptOssConfig
 
-from trainer.compare.zoo.check_model import LAYOUTS, LEFT_OUT
+from trainer.compare.zoo.check_model import LAYOUTS, LEFT_OUT, main
 from trainer.compare.zoo.zoo_own import MAX_ROLLOUT_KL, RL, judge_rl
 from trainer.datasets.demos.demo import make_demo
 
@@ -89,10 +88,10 @@ def test_a_hybrid_with_half_a_file_and_a_trainer_with_a_fault(folder):
         (["x", "--only", "ring3"], "error: --only: ring3 (allowed: fsdp2, "),
     ],
 )
-def test_usage_errors(arguments, line):
-    command = [sys.executable, "-m", "trainer.compare.zoo.check_model", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"})  # fmt: skip
-    assert ended.returncode == 2 and ended.stderr.startswith(line), ended.stderr
+def test_usage_errors(arguments, line, capsys):
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(line) and told.count("\n") == 1, told
 
 
 @pytest.mark.parametrize(("kl", "verdict"), [(0.0, "pass"), (10 * MAX_ROLLOUT_KL, "wrong"), (float("nan"), "wrong")])
