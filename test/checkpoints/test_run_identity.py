@@ -341,6 +341,29 @@ def test_a_change_of_a_file_that_code_needs_is_refused(tmp_path, monkeypatch, fl
     assert content() == first
 
 
+@pytest.mark.parametrize("changed", ["a", "b"])
+@pytest.mark.parametrize("flag", ["reward_func", "env"])
+def test_files_of_one_name_in_two_folders_are_both_compared(tmp_path, flag, changed):
+    names = []
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "helper.py").write_text(f"value = '{folder}'")
+        (tmp_path / folder / "code.py").write_text("import helper")
+        names.append(f"{folder}={tmp_path / folder / 'code.py'}")
+
+    def made() -> dict:
+        modules = run_record.modules_of(flag, ",".join(names))
+        return record("train_ppo", {flag: {"code": "same", "modules": modules}})
+
+    before = made()
+    assert compare(before, made()) == []
+    for text in ("value = 'new'", "value = 'a'", "value = 'b'"):
+        if text != f"value = '{changed}'":
+            (tmp_path / changed / "helper.py").write_text(text)
+            with pytest.raises(UserError, match=f"--{flag} modules helper.py.*--allow_change {flag}"):
+                compare(before, made())
+
+
 @pytest.mark.parametrize("fact", LATER)
 def test_facts_of_a_model_folder_are_compared_where_a_record_has_them(fact):
     flag = "rollouts_from" if fact == "rows" else "pretrain"

@@ -179,13 +179,16 @@ def code_hash(names: str) -> str:
 def modules_of(flag: str, names: str) -> Optional[dict[str, str]]:
     """{path within its folder: hash} of the further Python files that the code of a flag needs: see user_modules.py.
 
-    A module that is named without its file is one of them. None without any.
+    A module that is named without its file is one of them. Another one of the same path, in the folder of a later name,
+    has the number of that name behind it. None without any.
     """
     found = {}
-    for name in names_in(names):
+    for number, name in enumerate(names_in(names), start=1):
         _, path = _key_and_code(name)
         root, files = module_files(path, is_module=flag == "env")
-        found |= {os.path.relpath(file, root): _hash_whole(file) for file in files[os.path.isfile(path) :]}
+        for file in files[os.path.isfile(path) :]:
+            own, digest = os.path.relpath(file, root), _hash_whole(file)
+            found[own if found.get(own, digest) == digest else f"{own} of code {number}"] = digest
     return found or None
 
 
