@@ -395,6 +395,23 @@ def reward_func(prompts, responses, labels):
     assert function([""], [""], [""]) == [5.0]
 
 
+@pytest.mark.parametrize("form", ["{}.py", "{}/__init__.py"])
+def test_two_files_do_not_share_a_module_of_one_name(tmp_path, monkeypatch, form):
+    """Python keeps one module of a name, so the second file would run with that of the first."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(user_code, "FOLDERS_OF_FILES", [])
+    name = f"shared_by_name_{len(form)}"
+    for folder, value in (("first", 1), ("same", 1), ("second", 2)):
+        beside = tmp_path / folder / form.format(name)
+        beside.parent.mkdir(parents=True)
+        beside.write_text(f"VALUE = {value}")
+        (tmp_path / folder / "reward.py").write_text(f"from {name} import VALUE")
+    for folder in ("first", "same"):
+        assert user_code.import_code(str(tmp_path / folder / "reward.py"), "--reward_func").VALUE == 1
+    with pytest.raises(UserError, match=f"--reward_func: .*second/reward.py imports {name}, and .*first/{name}"):
+        user_code.import_code(str(tmp_path / "second/reward.py"), "--reward_func")
+
+
 def test_an_argument_that_is_no_column_is_named_before_the_first_step(tmp_path):
     (tmp_path / "reward.py").write_text("def reward_func(prompts, responses, labels, difficulty):\n    return [0]")
     with pytest.raises(UserError) as error:

@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import filecmp
 import http.client
 import importlib
 import importlib.util
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from trainer.checkpoints.user_modules import module_files
 from trainer.errors import Failed, UserError
 
 FOLDERS_OF_FILES: list[str] = []  # put on Python's path for the modules beside a file; no sandbox shows them for that
@@ -46,6 +48,7 @@ def import_code(source: str, flag: str) -> ModuleType:
             spec = importlib.util.spec_from_file_location("user_code", source)
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
+            _check_modules_beside(source, flag)
             return module
         if not source.endswith(".py") and importlib.util.find_spec(source):
             return importlib.import_module(source)
@@ -54,6 +57,19 @@ def import_code(source: str, flag: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise UserError(flag, f"{source} cannot be imported: {describe_error(error)}") from None
     raise UserError(flag, f"{source} is no file", "the path of a .py file, or a module")
+
+
+def _check_modules_beside(source: str, flag: str) -> None:
+    """Raise UserError if a file needs a module beside it, and Python has loaded that of another file's folder by its name."""
+    root, (_, *files) = module_files(source, is_module=False)
+    for file in files:
+        name = os.path.splitext(os.path.relpath(file, root))[0].removesuffix("/__init__").replace(os.sep, ".")
+        loaded = getattr(sys.modules.get(name), "__file__", None) or file
+        is_of_user = any(loaded.startswith(folder + os.sep) for folder in FOLDERS_OF_FILES if folder != root)
+        if is_of_user and not filecmp.cmp(loaded, file, shallow=False):
+            raise UserError(
+                flag, f"{source} imports {name}, and {loaded} is loaded by that name", "other names of files"
+            )
 
 
 def check_syntax(path: str, flag: str) -> None:
