@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from launch import LAUNCHER, ROOT, _environment, read_rows, read_steps, torchrun
+from launch import LAUNCHER, ROOT, _environment, forked, read_rows, read_steps
 
 from trainer.checkpoints import checkpoint_store as store
 from trainer.datasets.demos.demo import make_demo
@@ -56,13 +56,13 @@ def start(arguments: list[str], log: Path, **env: str) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=out, stderr=out, env=_environment(**env), start_new_session=True)
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: float) -> bool:
-    """Whether `condition` came true before the process ended or the time was over."""
+def wait_for(condition, process: subprocess.Popen, seconds: float, pause: float = 0.02) -> bool:
+    """Whether `condition` came true before the process ended or the time was over. Each look takes time of a core."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         if condition():
             return True
-        time.sleep(0.0005)
+        time.sleep(pause)
     return False
 
 
@@ -78,7 +78,7 @@ def choose_moment(generator: random.Random, process: subprocess.Popen, run: Path
     wait_for(lambda: log.exists() and log.stat().st_size > size + new_bytes, process, 120)
     time.sleep(generator.uniform(0, 0.2))
     if kind == "saving":
-        wait_for(lambda: any((run / "checkpoints").glob("step_*.tmp")), process, 10)
+        wait_for(lambda: any((run / "checkpoints").glob("step_*.tmp")), process, 10, pause=0.0005)
         time.sleep(generator.uniform(0, 0.01))
     return kind
 
@@ -144,7 +144,7 @@ def assert_same_hf_folders(folder: Path, name: str) -> None:
 def kill_test(folder: Path, flags: list[str], count: int, seed: int) -> None:
     generator = random.Random(seed)
     (make_vision_demo if set(flags) >= VISION else make_demo)(str(folder / "demo"))
-    code, output = torchrun(RANKS, *command_line(folder, "undisturbed", flags), timeout=300)
+    code, output = forked(RANKS, *command_line(folder, "undisturbed", flags), timeout=300)
     assert code == 0, output[-5000:]
     done = number = 0
     while done < count:
