@@ -1,6 +1,6 @@
 """The memory of weights, gradients and optimizer states is the predicted one, on every backend and stage.
 
-A part of the runs on 1, 2 and 4 ranks. `MEMORY=full pytest -s` measures all of them on each.
+A part of the runs, each on 1 or 2 ranks. `MEMORY=full pytest -s` measures all of them on 1, 2 and 4 ranks.
 """
 
 import json
@@ -24,10 +24,10 @@ from trainer.strategies.options import StrategyOptions
 
 TOLERANCE = 0.1
 SAMPLE = {
-    1: ["fsdp2-3-bf16", "fsdp2-3-fp32", "deepspeed-0-bf16", "deepspeed-1-fp32", "deepspeed-3-bf16"],
+    1: ["fsdp2-3-fp32", "deepspeed-0-bf16", "deepspeed-1-fp32", "deepspeed-3-bf16"],
     2: ["fsdp2-3-bf16", "deepspeed-3-bf16", "deepspeed-1-bf16", "deepspeed-2-bf16"],
-    4: ["deepspeed-3-bf16"],
 }
+FULL = os.environ.get("MEMORY") == "full"
 # bytes of a rank for each parameter of its share after loading: masters; with ZeRO 3 also bf16 weights and gradients
 KEPT = {"fsdp2-3-bf16": 4, "deepspeed-3-bf16": 4 + 2 + 4}
 
@@ -40,9 +40,9 @@ def folder():
         yield Path(name) / "demo"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4] if FULL else SAMPLE)
 def test_memory_is_the_predicted_one(num_ranks, folder):
-    runs = RUNS if os.environ.get("MEMORY") == "full" else SAMPLE[num_ranks]
+    runs = RUNS if FULL else SAMPLE[num_ranks]
     shutil.rmtree(folder, ignore_errors=True)
     # activations, which are not predicted, are small beside a rank's share of a model of few, wide layers
     width, layers = (768, 7) if num_ranks > 2 else (384, 27)
