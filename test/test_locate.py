@@ -51,13 +51,12 @@ def locate(*arguments: str) -> tuple[int, str]:
     return run_process([sys.executable, "compare_backends.py", "--locate", *arguments], timeout=300)
 
 
-def test_two_runs_are_compared_by_the_command(bench, tmp_path):
+def test_two_runs_are_compared(bench, tmp_path, capsys):
     """A run agrees with itself. A trace that is not finite in one module is found there."""
     folder = bench[0]
-    code, output = locate(
-        str(folder / "fsdp2-1r"), str(folder / "fsdp2-tp2-seq"), "--json", str(tmp_path / "found.json")
-    )
-    assert code == 0 and "The runs agree up to rounding." in output, output
+    pair = [str(folder / "fsdp2-1r"), str(folder / "fsdp2-tp2-seq")]
+    assert compare_backends.main(["--locate", *pair, "--json", str(tmp_path / "found.json")]) == 0
+    assert "The runs agree up to rounding." in capsys.readouterr().out
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["agree"] and [row["phase"] for row in found["phases"]][:2] == ["data", "forward"]
 
@@ -68,8 +67,9 @@ def test_two_runs_are_compared_by_the_command(bench, tmp_path):
     tensors = load_file(trace)
     tensors["model.layers.1.mlp.act_fn"][3] = math.nan
     save_file(tensors, trace, facts)
-    code, output = locate(str(folder / "fsdp2-1r"), str(tmp_path / "broken"))
-    assert code == 1 and "The runs first differ in forward, at model.layers.1.mlp.act_fn." in output, output
+    assert compare_backends.main(["--locate", str(folder / "fsdp2-1r"), str(tmp_path / "broken")]) == 1
+    output = capsys.readouterr().out
+    assert "The runs first differ in forward, at model.layers.1.mlp.act_fn." in output, output
 
 
 def test_the_part_of_a_tensor_and_its_rank_are_named(bench):
