@@ -177,3 +177,16 @@ def test_the_origin_is_of_all_that_decides_samples(tmp_path):
     (model / "weights").write_text("12")
     found.append(origin_of(flags))
     assert len(set(found)) == 5
+
+
+@pytest.mark.parametrize("flag, name", [("reward_func", "words_math/code.py:score"), ("env", "words_math.code")])
+def test_a_module_that_code_needs_is_a_part_of_the_origin(tmp_path, monkeypatch, flag, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words_math").mkdir()
+    for file, text in {"code": "import helper\nfrom . import helper", "helper": "a = 1", "unused": ""}.items():
+        (tmp_path / f"words_math/{file}.py").write_text(text)
+    first = origin_of({flag: name})
+    (tmp_path / "words_math/unused.py").write_text("a = 2")
+    assert origin_of({flag: name}) == first
+    (tmp_path / "words_math/helper.py").write_text("a = 2")
+    assert origin_of({flag: name}) != first

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from trainer.checkpoints.user_modules import module_files
 from trainer.comma_separated import names_in
 from trainer.distributed.collectives import broadcast_object
 from trainer.metrics import ROLLOUTS_FILE
@@ -33,8 +34,8 @@ PLACES = ("output_dir", "load_checkpoint", "overwrite", "allow_change")  # flags
 def origin_of(flags: dict) -> str:
     """A digest of what decides samples and weights: the flags, the number of ranks, and the files that flags name (broadcast).
 
-    A Python file counts with its text, any other file with its size and time. A folder counts with its files. Rank 0
-    reads them.
+    A Python file counts with its text and that of the modules beside it that it needs, any other file with its size and
+    time. A folder counts with its files. Rank 0 reads them.
     """
     digest = hashlib.blake2b(f"{dist.get_world_size()} ranks\n".encode(), digest_size=8)
     for name, value in sorted(flags.items()):
@@ -42,8 +43,10 @@ def origin_of(flags: dict) -> str:
             digest.update(f"{name}={value!r}\n".encode())
             for part in names_in(str(value)):  # FILE.py:NAME, or several, or NAME=FILE.py
                 path = Path(part.split(":")[0].split("=")[-1].strip())
+                is_code = path.suffix == ".py" or name == "env"
+                code = module_files(str(path), is_module=name == "env")[1] if is_code else []
                 with contextlib.suppress(OSError):  # most values are no path
-                    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+                    for file in map(Path, code) if code else sorted(path.iterdir()) if path.is_dir() else [path]:
                         facts = (file.name, file.stat().st_size, file.stat().st_mtime_ns)
                         digest.update(file.read_bytes() if file.suffix == ".py" else repr(facts).encode())
     return broadcast_object(digest.hexdigest())
