@@ -52,8 +52,9 @@ CELLS = {
 }
 THREE = Configuration("fsdp2-3r", 3, (*zoo.FSDP2, "--max_tokens_per_micro_batch", "256"))  # 4 experts on 3 ranks
 zoo.CONFIGURATIONS = (*(Configuration(name, 4, flags) for name, flags in CELLS.items()), THREE)
-# a checkpoint of each is resumed on the others
+# with "all" a checkpoint of each is resumed on each; else each of the few is, on itself and on the next one
 RESUMED = {**LAYOUTS, "fsdp2": zoo.FSDP2, "zero3": (*zoo.DEEPSPEED, "3"), "tp2-z3": CELLS["tp2-z3"]}
+FEW = ("ep2", "ep2-hsdp2", "ep2-tp2", "fsdp2", "tp2-z3")
 FROZEN = ("fsdp2", "tp2-z3")  # DPO with a frozen reference
 # the second and fourth batch hold 5 samples: a rank gets nothing of them, but experts get tokens of other ranks
 SHORT = ["--max_samples", "13", "--max_steps", "4", "--no_save", "--aux_loss_coef", "0.1"]
@@ -79,13 +80,13 @@ def resume(folder: Path, model: str, all_pairs: bool) -> dict[str, dict]:
 
         adapted = ["--output_dir", f"{folder}/adapted", "--save_path", f"{folder}/adapter", *EP2, *LORA_EXPERTS]
         train_sft.run([*base, "--max_steps", "2", *adapted])
-        for name, flags in RESUMED.items():
-            train_sft.run(line(name, *flags, "--save_steps", "2"))
+        for name in names:
+            train_sft.run(line(name, *RESUMED[name], "--save_steps", "2"))
         for source, target in pairs:
             begin = ["--load_checkpoint", f"{folder}/{source}/checkpoints/step_2"]
             train_sft.run(line(f"{source} to {target}", *RESUMED[target], *begin))
 
-    names = list(RESUMED)
+    names = list(RESUMED if all_pairs else FEW)
     pairs = list(itertools.product(names, names))
     if not all_pairs:  # each layout to itself, and to the next one
         pairs = [pair for pair in pairs if (names.index(pair[1]) - names.index(pair[0])) % len(names) < 2]
