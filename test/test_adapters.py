@@ -4,6 +4,7 @@ One launch holds all runs. The folder that runs go on from was written by a run 
 """
 
 import json
+import os
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ ON_MERGED = ["fsdp2-tp2", "z3-dp2"]
 MERGED = ["fsdp2-tp2", "z2-dp2", "z3-dp2"]
 PAIRS = ["fsdp2-tp2", "z3-dp2"]
 DORA = ["fsdp2-sp2", "fsdp2-recompute", "z2-packed"]
+if os.environ.get("PARITY") != "full":  # one of each kind on each backend
+    GOES_ON, MERGED, DORA = ["fsdp2-dp2", "fsdp2-tp2", "z3-dp2"], ["fsdp2-tp2", "z3-dp2"], ["fsdp2-sp2", "z2-packed"]
 DORA_FLAGS = ["--lora_rank", "4", "--use_dora", "--use_rslora"]
 
 

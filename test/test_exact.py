@@ -473,7 +473,7 @@ def line(name: str, folder, data, *more: str) -> list[str]:
         "--max_samples",
         "21",
         "--max_steps",
-        "4",
+        "3",
     ]
     flags += ["--learning_rate", "1e-3", "--weight_decay", "0.1", "--no_save", "--exact", "--param_dtype", "fp32"]
     flags += ["--train_batch_size", "8", *BACKENDS[name.split("-")[0]]]
@@ -522,14 +522,13 @@ def test_layouts_have_equal_bits_and_so_has_a_resume_on_another(shared_data, tmp
     def resumed(name: str, source: str) -> list[str]:
         return of(name, "--load_checkpoint", str(tmp_path / source / "checkpoints/step_1"))
 
-    alone, lora = ["f-mb3-packed", "z2-mb1"], ["z0-lora", "f-lora-mb3", "z2-lora-recomputed", "z3-lora"]
+    alone, lora = ["f-mb3-packed", "z2-mb1"], ["z0-lora", "f-lora-mb3", "z3-lora"]
     save_models(str(tmp_path), f"{shared_data}/models/stories260K-hf", ["mixtral"])
     experts = ["f-experts", "z3-experts"]
     of_experts = [of(name, "--pretrain", str(tmp_path / "mixtral")) for name in experts]
     first = [of(alone[0], "--save_steps", "1"), of(alone[1]), of(lora[0], "--save_steps", "1")]
     train_many(1, [*first, of_experts[0]], tmp_path, 300)
-    pair = ["f-mb1", "z0-mb3-packed", "z1-tp2", "z3-mb3-recomputed", "f-tp2-recomputed"]
-    pair += ["f-ring2-mb3", "z1-ring2-packed", "z3-ulysses2-recomputed"]
+    pair = ["f-mb1", "z1-tp2", "z3-mb3-recomputed", "f-tp2-recomputed", "f-ring2-mb3", "z1-ring2-packed"]
     lora += ["f-lora-tp2", "z3-lora-ring2"]
     later = [resumed("z3-tp2-resumed", alone[0]), resumed("f-lora-resumed", lora[0])]
     train_many(2, [*map(of, [*pair, *lora[1:]]), *later, of_experts[1]], tmp_path, 300)
@@ -539,12 +538,12 @@ def test_layouts_have_equal_bits_and_so_has_a_resume_on_another(shared_data, tmp
     for names, resumed_name in (([*alone, *pair, *four], "z3-tp2-resumed"), (lora, "f-lora-resumed")):
         expected = bits_of(tmp_path / names[0])
         assert len(expected.tensors) == 2 and all(expected.tensors.values())
-        assert expected.steps == 4 and len({row["loss"] for row in expected.rows.values()}) == 4
+        assert expected.steps == 3 and len({row["loss"] for row in expected.rows.values()}) == 3
         for name in names[1:]:
             assert first_difference(expected, bits_of(tmp_path / name)) is None, name
         found = bits_of(tmp_path / resumed_name)
-        assert list(found.rows) == [2, 3, 4]
-        assert all(found.rows[step] == expected.rows[step] for step in (2, 3, 4))
+        assert list(found.rows) == [2, 3]
+        assert all(found.rows[step] == expected.rows[step] for step in (2, 3))
         assert found.tensors["weights_final.safetensors"] == expected.tensors["weights_final.safetensors"]
 
 
@@ -568,7 +567,7 @@ def test_other_commands_have_equal_bits_too(shared_data, tmp_path):
     data = ["--dataset", f"{shared_data}/gsm8k/pairs.jsonl", "--train_batch_size", "8", "--max_samples", "13"]
 
     def of(command: str, name: str) -> list[str]:
-        flags = ["--pretrain", f"{shared_data}/models/stories260K-hf", *data, "--max_len", "160", "--max_steps", "3"]
+        flags = ["--pretrain", f"{shared_data}/models/stories260K-hf", *data, "--max_len", "160", "--max_steps", "2"]
         flags += ["--learning_rate", "1e-3", "--no_save", "--exact", "--param_dtype", "fp32"]
         flags += ["--tensor_parallel_size", "2"] if "tp2" in name else []
         flags += ["--ring_attn_size", "2"] if "ring2" in name else []
@@ -588,8 +587,8 @@ def test_other_commands_have_equal_bits_too(shared_data, tmp_path):
     train_many(2, [of(alone.partition("-")[0], name) for alone, names in pairs for name in names], tmp_path, 300)
     for alone, names in pairs:
         expected = bits_of(tmp_path / alone)
-        assert expected.steps == 3 and len(expected.tensors) == 2
-        assert len({row["loss"] for row in expected.rows.values()}) == 3
+        assert expected.steps == 2 and len(expected.tensors) == 2
+        assert len({row["loss"] for row in expected.rows.values()}) == 2
         for name in names:
             found = bits_of(tmp_path / f"{alone.partition('-')[0]}-{name}")
             assert first_difference(expected, found) is None, (alone, name)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import yaml
-from launch import ROOT, read_rows, read_steps, run_process, torchrun, train_many
+from launch import ROOT, forked, in_fork, read_rows, read_steps, run_process, train_many
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from trainer.datasets.demos.demo import make_demo
@@ -85,7 +85,7 @@ def test_processes_that_tokenize_change_no_batch(runs, tmp_path):
     flags = ["--dataset", f"{runs}/demo/sft.jsonl", "--pretrain", f"{runs}/demo/model", "--apply_chat_template"]
     flags += ["--max_len", "128", "--train_batch_size", "32", "--micro_train_batch_size", "16", "--param_dtype", "fp32"]
     flags += ["--max_steps", "2", "--no_save", "--dataset_num_proc", "2", "--output_dir", str(tmp_path / "run")]
-    code, output = torchrun(2, "-m", "trainer.cli.train_sft", *flags, HF_DATASETS_CACHE=str(tmp_path / "cache"))
+    code, output = forked(2, "-m", "trainer.cli.train_sft", *flags, cache=str(tmp_path / "cache"))
     assert code == 0, output[-4000:]
     assert len(list((tmp_path / "cache/trainer_sft").glob("*_of_00002.arrow"))) == 2
     hashes = [row["batch_hash"] for row in read_steps(runs / "fsdp2")]
@@ -208,7 +208,7 @@ def test_evaluations_and_checkpoints_by_epoch_come_at_their_steps(tmp_path):
         "--pretrain demo/model --dataset demo/sft.jsonl#32 --eval_dataset demo/sft_eval.jsonl#8 --apply_chat_template"
     )
     flags += " --train_batch_size 8 --max_epochs 2 --evals_per_epoch 3 --saves_per_epoch 1 --output_dir run --no_save"
-    code, output = run_process([sys.executable, "-m", "trainer.cli", "sft", *flags.split()], cwd=tmp_path)
+    code, output = in_fork("-m", "trainer.cli", "sft", *flags.split(), cwd=tmp_path)
     assert code == 0, output[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 6, 8]
