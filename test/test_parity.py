@@ -7,7 +7,7 @@ all of it.
 """
 
 import pytest
-from launch import ROOT, forked, read_rows, read_steps, train_many
+from launch import FULL, ROOT, forked, read_rows, read_steps, train_many
 from safetensors.torch import load_file
 
 BACKENDS = {
@@ -26,9 +26,14 @@ GRID = [
     "fsdp2-2r-mb4-padded-compiled-onednn", "fsdp2-2r-mb1-padded-once",
     "fsdp2-2r-mb1-packed-selective", "deepspeed-z3-2r-mb4-padded-selective",
 ]  # fmt: skip
-BF16_GRID = [f"{backend}-2r-bf16" for backend in ("deepspeed-z1", "deepspeed-z3", "fsdp2")]
+BF16_GRID = [f"{backend}-2r-bf16" for backend in (BACKENDS if FULL else ("deepspeed-z1", "deepspeed-z3", "fsdp2"))]
 # 45 samples in batches of 16 over two epochs: the last batch of each epoch is short and leaves a rank with less
-SHUFFLED_GRID = ["fsdp2-2r-shuffled", "deepspeed-z3-2r-shuffled", "fsdp2-1r-shuffled"]
+SHUFFLED_GRID = [
+    "fsdp2-2r-shuffled",
+    "deepspeed-z3-2r-shuffled",
+    "fsdp2-1r-shuffled",
+    *["deepspeed-z2-2r-shuffled"] * FULL,
+]
 
 
 def command_line(name: str, folder, data) -> list[str]:

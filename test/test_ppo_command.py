@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from launch import SHORT_ROLLOUTS, in_fork, read_rows, read_steps, run_process, torchrun, train_many
+from launch import FULL, SHORT_ROLLOUTS, in_fork, read_rows, read_steps, run_process, torchrun, train_many
 from safetensors.torch import load_file, save_file
 from serve_load import serving
 
@@ -387,7 +387,7 @@ EMA_BACKENDS = {
     "ema-fsdp2": ["fsdp2"],
     "ema-zero2": ["deepspeed", "--zero_stage", "2"],
     "ema-zero3": ["deepspeed", "--zero_stage", "3"],
-}
+} | ({"ema-zero0": ["deepspeed", "--zero_stage", "0"]} if FULL else {})
 
 
 @pytest.fixture(scope="module")
@@ -430,7 +430,8 @@ def test_memory_that_is_lent_to_generation_changes_nothing(folder, reward_model)
     runs["lent-half"] = [*runs["lent"], "--load_checkpoint", f"{folder}/lent/checkpoints/step_4"]
     lines = []
     bf16 = ["deepspeed", "--zero_stage", "1", "--param_dtype", "bf16"]  # an optimizer of its own in DeepSpeed
-    for backend in (["fsdp2"], ["deepspeed", "--zero_stage", "3"], bf16):
+    stage_2 = [["deepspeed", "--zero_stage", "2"]] * FULL
+    for backend in (["fsdp2"], ["deepspeed", "--zero_stage", "3"], bf16, *stage_2):
         for name, more in runs.items():
             where = "".join(backend)
             more = [flag.replace(f"{folder}/lent/", f"{folder}/lent{where}/") for flag in more]
