@@ -237,6 +237,10 @@ def test_frozen_models_by_command(demo, monkeypatch):
     assert frozen(train_kd, "--teacher", f"{model}, {model}") == ["teacher", "teacher 2"]
 
 
+def labels_of(samples: Dataset, last: str) -> Dataset:
+    return Dataset.from_dict({"digest": samples["digest"], "label": ["a", last]})
+
+
 def test_code_targets_and_streams_have_hashes(tmp_path):
     code = tmp_path / "reward.py"
     code.write_text("def reward_func(): ...")
@@ -256,6 +260,13 @@ def test_code_targets_and_streams_have_hashes(tmp_path):
         assert hashes[0] is None and len(set(hashes)) == 3
     labels = [Dataset.from_dict({"num_tokens": [1, 2], "label": label}) for label in (["a", "b"], ["a", "c"])]
     assert run_record.targets_hash(labels[0]) != run_record.targets_hash(labels[1])
+    texts = [Dataset.from_dict({"digest": digests, "label": ["a", "b"]}) for digests in (["0a", "0b"], ["0a", "0c"])]
+    facts = [
+        {"eval_dataset": {"rows": run_record.rows_hash(samples)}} for samples in (*texts, labels_of(texts[0], "c"))
+    ]
+    before, *others = [record("train_sft", content) for content in facts]
+    assert all(len(compare(before, other)) == 1 for other in others) and compare(before, before) == []
+    assert compare(record("train_sft", {}), before) == [], "an older record"
     rows, stream = [json.dumps({"text": f"row {n:05d}"}) + "\n" for n in range(30_000)], tmp_path / "rows.jsonl"
     hashes = set()
     for order in (rows, rows[::-1], [*rows[:10], rows[11], rows[10], *rows[12:]]):

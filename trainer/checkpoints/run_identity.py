@@ -138,7 +138,8 @@ def check_allowed(allowed: Iterable[str], command: type) -> list[str]:
 
 # facts that older records lack: not compared then
 LATER = ("stop_ids", "image_processor", "remote_code", "rows", "modules", "whole", "written")
-TOLD = ("dataset written",)  # of contents: the same bytes may be written again, so a change is only printed
+# of contents: a change is only printed, as the same bytes may be written again, and an evaluation trains nothing
+TOLD = ("dataset written", "eval_dataset rows")
 NO_VALUE = "nothing"
 SHOWN = 60  # characters of a value
 RECORD_HASH = "blake2b"

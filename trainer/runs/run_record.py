@@ -14,7 +14,7 @@ from safetensors import safe_open
 from trainer.checkpoints.run_identity import Identity, check_allowed, sealed
 from trainer.checkpoints.user_modules import module_files
 from trainer.comma_separated import names_in
-from trainer.datasets.batches.global_batches import column_of
+from trainer.datasets.batches.global_batches import column_of, hash_digests
 from trainer.datasets.conversations.tokens import tokenizer_state
 from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.datasets.files.stream_rows import contents_of_files
@@ -87,6 +87,8 @@ def contents(run, flags) -> dict[str, dict]:
     for flag in (flag for flag in CODE if vars(known)[flag]):
         found[flag] = {"code": code_hash(vars(known)[flag]), "modules": modules_of(flag, vars(known)[flag])}
     found["dataset"] = stream_facts(run, known) if known.streaming else {"targets": targets_hash(run.samples)}
+    if run.eval_samples:
+        found["eval_dataset"] = {"rows": rows_hash(run.eval_samples)}
     return found
 
 
@@ -197,6 +199,11 @@ def _key_and_code(name: str) -> tuple[str, str]:
     path = name.split(":")[0]
     key, mark, file = path.partition("=")
     return (key, file) if mark and not os.path.isfile(path) else ("", path)
+
+
+def rows_hash(samples) -> str:
+    """A hash of the tokens of samples, and of what `targets_hash` takes."""
+    return f"{hash_digests(column_of(samples, 'digest'))} {targets_hash(samples)}"
 
 
 def targets_hash(samples) -> str:
