@@ -66,6 +66,7 @@ def run_ranks(function: Callable[[], None], num_ranks: int, log: Path, timeout: 
     traceback of each rank.
     """
     started, port = time.monotonic(), free_port()
+    faulthandler.cancel_dump_traceback_later()  # in a rank: its fork would wait for this thread, which it lacks
     sys.stdout.flush()
     sys.stderr.flush()
     running: dict[int, int] = {}  # pid -> pipe with the ending of the rank
