@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import ROOT, _environment, run_process, train_many
+from launch import ROOT, _environment, in_fork, train_many
 
 from trainer.checkpoints.checkpoint_store import MANIFEST
 from trainer.compare.certificates import certificate_checks
@@ -177,7 +177,7 @@ def test_a_run_of_a_list_of_sets_verifies_repeats_and_resumes_only_as_it_was(run
     line = ["--config", str(runs / "sets/config.yaml"), "--dataset_flags", json.dumps(own), "--load_checkpoint"]
     line += [str(runs / "sets/checkpoints/step_2"), "--output_dir", str(runs / "other_column")]
     line += ["--save_path", str(runs / "other_column/model")]
-    code, output = run_process([sys.executable, "-m", "trainer.cli.train_sft", *line])
+    code, output = in_fork("-m", "trainer.cli.train_sft", *line)
     [error] = [text for text in output.splitlines() if text.startswith("error: ")]
     assert code == 2 and "Traceback" not in output and error.startswith("error: --dataset (from --config "), output
     assert "other samples than" in error and "--dataset_flags was" in error

@@ -2,11 +2,10 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT, run_process
+from launch import ROOT, in_fork
 from transformers import FalconH1Config, GptOssConfig
 
 from trainer.compare.zoo.check_model import LAYOUTS, LEFT_OUT, main
@@ -40,8 +39,7 @@ def folder(tmp_path_factory):
 def check(folder: Path, model: str, *only: str, start: tuple = ("-m", "trainer.cli.check")) -> tuple[int, str, dict]:
     """(exit code, output, {name: row})"""
     table = folder / f"{model.replace('/', '-')}.json"
-    command = [sys.executable, *start, str(folder / model), "--json", str(table), "--only", *only]
-    code, output = run_process(command, timeout=400)
+    code, output = in_fork(*start, str(folder / model), "--json", str(table), "--only", *only, timeout=400)
     rows = json.loads(table.read_text()) if table.exists() else []
     return code, output, {row["name"]: row for row in rows}
 

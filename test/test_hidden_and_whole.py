@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import ROOT, run_process
+from launch import ROOT, in_fork, run_process
 from serve_load import serving
 
 from trainer.checkpoints import checkpoint_store as store
@@ -68,7 +68,7 @@ def train_ppo(demo: Path, output: Path, url: str) -> tuple[int, str]:
     ]
     flags += ["--n_samples_per_prompt", "2", "--micro_train_batch_size", "2", "--advantage_estimator", "group_norm"]
     flags += ["--save_steps", "1", "--output_dir", str(output)]
-    return run_process([sys.executable, "-m", "trainer.cli.train_ppo", *flags])
+    return in_fork("-m", "trainer.cli.train_ppo", *flags)
 
 
 def test_a_password_of_an_address_is_in_no_file_and_on_no_screen(demo, tmp_path):
@@ -136,7 +136,7 @@ def test_no_name_drives_the_terminal(demo, tmp_path, what):
         model = f"{tmp_path}/model{ESC}" if what == "model" else f"{demo}/model"
         command = ["train_sft", "--pretrain", model, "--dataset", f"{tmp_path}/rows{ESC}.jsonl"]
         command += ["--output_dir", str(tmp_path / "run"), "--no_save"]
-    code, output = run_process([sys.executable, "-m", f"trainer.cli.{command[0]}", *command[1:]])
+    code, output = in_fork("-m", f"trainer.cli.{command[0]}", *command[1:])
     assert code == (0 if what == "metric" else 2), output
     assert "\x1b[2J" not in output and "\x1b]0" not in output and "\x07" not in output
     assert what == "metric" or "\\x1b[2J" in output

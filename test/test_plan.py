@@ -2,13 +2,12 @@
 
 import functools
 import json
-import sys
 from collections import Counter
 
 import pytest
 import torch
 import transformers
-from launch import ROOT, run_process
+from launch import ROOT, in_fork
 from plan_counts import CASES, EXPERTS, MODEL, TOKENS
 from plan_models import COMMANDS, CONFIGS, PAGE, block, meta_model
 
@@ -40,7 +39,7 @@ def plans():
 def counted(tmp_path_factory):
     """{name: {group size: bytes that rank 0 sent in a step}}"""
     folder = tmp_path_factory.mktemp("counts")
-    code, output = run_process([sys.executable, str(ROOT / "test/plan_counts.py"), str(folder)], timeout=300)
+    code, output = in_fork(str(ROOT / "test/plan_counts.py"), str(folder), timeout=300)
     assert code == 0, output[-4000:]
     lines = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
     return {name: {int(size): found for size, found in sent.items()} for name, _, _, sent in lines}
@@ -225,7 +224,7 @@ def test_layout_auto_takes_the_first_layout_that_the_flags_allow(tmp_path, monke
 
 def test_the_command_and_its_errors(tmp_path):
     CONFIGS["qwen3-8b"].save_pretrained(tmp_path)
-    code, output = run_process([sys.executable, "-m", "trainer.cli.plan", str(tmp_path), "--gpus", "8"])
+    code, output = in_fork("-m", "trainer.cli.plan", str(tmp_path), "--gpus", "8")
     assert code == 0 and "8.19 billion parameters" in output and "--backend fsdp2" in output, output
     for model, flags, message in (
         (tmp_path, ["--gpus", "7", "--nodes", "2"], "--gpus: 7 is not a multiple"),

@@ -1,10 +1,9 @@
 """A broken model folder, such as an interrupted download, ends a run in one line before its first step."""
 
 import json
-import sys
 
 import pytest
-from launch import ROOT, run_process
+from launch import ROOT, in_fork
 
 FOUND = {
     "index outside": "names a file outside of its folder: ../index_outside.safetensors",
@@ -37,7 +36,7 @@ FOUND = {
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory) -> dict[str, list[str]]:
     script = str(ROOT / "test/checkpoints/broken_folder_runs.py")
-    code, output = run_process([sys.executable, script, str(tmp_path_factory.mktemp("broken"))], timeout=400)
+    code, output = in_fork(script, str(tmp_path_factory.mktemp("broken")), timeout=400)
     assert code == 0, output[-4000:]
     return json.loads(output.splitlines()[-1])
 

@@ -8,14 +8,13 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch import ROOT, run_process
+from launch import ROOT, in_fork
 
 from trainer.checkpoints import checkpoint_store as store
 from trainer.checkpoints import shards as shards_module
@@ -125,7 +124,7 @@ def test_of_512_files_a_rank_opens_only_its_own(tmp_path, kind, monkeypatch):
 def counts(tmp_path_factory):
     """{(layout, ranks): (files written, files opened, bytes read by each rank, bytes of the checkpoint)}"""
     script, folder = ROOT / "test/checkpoints/opened_files.py", tmp_path_factory.mktemp("opened")
-    code, output = run_process([sys.executable, str(script), str(folder)], timeout=300)
+    code, output = in_fork(str(script), str(folder), timeout=300)
     assert code == 0, output[-4000:]
     lines = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
     return {(layout, num_ranks): found for layout, num_ranks, *found in lines}

@@ -3,11 +3,10 @@
 
 import errno
 import os
-import sys
 
 import pytest
 from fault_layer import FaultLayer
-from launch import ROOT, forked, run_process
+from launch import ROOT, forked, in_fork
 
 from trainer import entry
 
@@ -27,20 +26,20 @@ def test_a_clock_that_jumps_moves_no_checkpoint():
 
 
 def test_an_export_is_whole_or_not_there():
-    command = [sys.executable, str(ROOT / "test/export_faults.py"), "--sample", "6", "--seed", "3"]
-    code, output = run_process(command, timeout=200)
+    own = [str(ROOT / "test/export_faults.py"), "--sample", "6", "--seed", "3"]
+    code, output = in_fork(*own, timeout=200)
     assert code == 0 and "24 faults" in output and "0 failures" in output, output[-6000:]
 
 
 def test_random_damage_is_noticed_or_harmless():
-    command = [sys.executable, str(ROOT / "test/fuzz_folders.py"), "--count", "32", "--seed", "5"]
-    code, output = run_process(command, timeout=200)
+    own = [str(ROOT / "test/fuzz_folders.py"), "--count", "32", "--seed", "5"]
+    code, output = in_fork(*own, timeout=200)
     assert code == 0 and "32 cases, 0 failures" in output, output[-6000:]
 
 
 def test_damaged_data_images_requests_and_answers_are_one_line():
-    command = [sys.executable, str(ROOT / "test/fuzz_readers.py"), "--count", "40", "--seed", "2"]
-    code, output = run_process(command, timeout=200)
+    own = [str(ROOT / "test/fuzz_readers.py"), "--count", "40", "--seed", "2"]
+    code, output = in_fork(*own, timeout=200)
     assert code == 0 and "40 cases, 0 failures" in output, output[-6000:]
 
 

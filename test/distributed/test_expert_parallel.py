@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from launch import FULL, ROOT, run_process
+from launch import FULL, ROOT, in_fork, run_process
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -38,7 +38,7 @@ def found(tmp_path_factory):
     parts = [f"{models}:{','.join(cells)}" for models, cells in parts.items()]
     parts += ["qwen3_moe", "all"] if FULL else ["qwen3_moe"]
     script = str(ROOT / "test/distributed/expert_parallel_checks.py")
-    code, output = run_process([sys.executable, script, str(folder), *parts], timeout=900)
+    code, output = in_fork(script, str(folder), *parts, timeout=900)
     assert code == 0, output[-6000:]
     return tuple(json.loads((folder / f"{name}.json").read_text()) for name in ("rows", "resumed", "frozen", "adapter"))
 

@@ -1,8 +1,6 @@
 """Tensor parallelism of unusual configs: odd head counts, one KV head, odd vocabularies, layer patterns, experts in the layer."""
 
-import sys
-
-from launch import ROOT, run_process
+from launch import ROOT, in_fork
 
 NAMES = (
     "llama-9-heads", "llama-321-tied", "gemma3-1-kv-head", "gemma4-experts", "gemma4-keys-as-values", "gpt_oss-1-kv-head",
@@ -11,7 +9,6 @@ NAMES = (
 
 
 def test_the_sharded_model_is_the_whole_one():
-    command = [sys.executable, str(ROOT / "test/distributed/unusual_plan_checks.py"), *NAMES]
-    code, output = run_process(command, timeout=300)
+    code, output = in_fork(str(ROOT / "test/distributed/unusual_plan_checks.py"), *NAMES, timeout=300)
     assert code == 0, output[-6000:]
     assert [line.split()[1] for line in output.splitlines() if line.startswith("ok ")] == list(NAMES), output

@@ -5,12 +5,11 @@ Tiny random ones, through train_sft on two ranks, against the plain loop.
 
 import json
 import shutil
-import sys
 
 import pytest
 import torch
 import transformers
-from launch import ROOT, forked, read_steps, run_process, train_many
+from launch import ROOT, forked, in_fork, read_steps, train_many
 from transformers import AutoModelForCausalLM
 
 from trainer.datasets.demos.demo import make_demo
@@ -97,7 +96,7 @@ def test_flops_count_the_heads_of_each_layer(tmp_path):
 
 def test_sdpa_that_is_asked_for_and_not_there_is_one_line(runs):
     line = [*command_line("gpt_oss", "refused", runs), "--attn_implementation", "sdpa"]
-    code, output = run_process([sys.executable, "-m", "trainer.cli.train_sft", *line])
+    code, output = in_fork("-m", "trainer.cli.train_sft", *line)
     assert (
         code == 2 and "error: --attn_implementation: sdpa, which the model of" in output and "Traceback" not in output
     )
@@ -108,5 +107,5 @@ def test_a_quantized_folder_is_one_line(runs, tmp_path):
     config = json.loads((tmp_path / "gptq/config.json").read_text())
     (tmp_path / "gptq/config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     line = [*command_line("falcon_h1", "gptq", runs), "--pretrain", str(tmp_path / "gptq")]
-    code, output = run_process([sys.executable, "-m", "trainer.cli.train_sft", *line])
+    code, output = in_fork("-m", "trainer.cli.train_sft", *line)
     assert code == 2 and "holds weights quantized by gptq" in output and "Traceback" not in output

@@ -1,11 +1,9 @@
 """Log-probs and entropies of a policy by chunks of logits: the same numbers, and never (tokens, vocabulary) at once."""
 
-import sys
-
 import pytest
 import torch
 from largest_tensor import LargestTensor
-from launch import ROOT, run_process
+from launch import ROOT, in_fork
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trainer.methods.roles import make_policy_loss
@@ -63,5 +61,5 @@ def test_a_policy_loss_by_chunks_needs_no_tensor_of_tokens_times_vocabulary(monk
 
 
 def test_layouts_give_the_same_numbers_by_chunks(tmp_path):
-    code, output = run_process([sys.executable, str(ROOT / "test/models/policy_value_checks.py"), str(tmp_path)])
+    code, output = in_fork(str(ROOT / "test/models/policy_value_checks.py"), str(tmp_path))
     assert code == 0 and output.count("ok ") == 5, output[-4000:]

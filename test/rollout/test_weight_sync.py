@@ -1,9 +1,8 @@
 """What a sync of weights costs: bytes that a rank sends, and collectives. sync_checks.py compares the weights themselves."""
 
 import re
-import sys
 
-from launch import ROOT, run_process
+from launch import ROOT, in_fork
 
 
 def test_a_rank_sends_each_weight_once_in_the_dtype_of_the_engine(tmp_path):
@@ -11,7 +10,7 @@ def test_a_rank_sends_each_weight_once_in_the_dtype_of_the_engine(tmp_path):
 
     An adapter is merged in fp32, so its layers are sent in fp32. ZeRO 2 has the rounded weights on every rank.
     """
-    code, output = run_process([sys.executable, str(ROOT / "test/rollout/sync_checks.py"), str(tmp_path)], timeout=500)
+    code, output = in_fork(str(ROOT / "test/rollout/sync_checks.py"), str(tmp_path), timeout=500)
     assert code == 0, output[-4000:]
     rows = re.findall(r"ok (\S+) sent (\S+) calls (\d+) tensors (\d+)", output)
     assert len(rows) == 13

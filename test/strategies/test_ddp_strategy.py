@@ -4,11 +4,10 @@ It keeps the same promise as the two backends, see test_parity.py.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT, forked, read_steps, run_process
+from launch import ROOT, forked, in_fork, read_steps
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -45,7 +44,7 @@ def runs(tmp_path_factory, shared_data):
     code, output = forked(2, str(ROOT / "test/strategies/ddp_runs.py"), str(folder / "runs.json"), timeout=400)
     assert code == 0, output[-6000:]
     line = [*command_line("by-fsdp2", folder, shared_data), "--load_checkpoint", checkpoint]
-    code, output = run_process([sys.executable, "-m", "trainer.cli.train_sft", "--backend", "fsdp2", *line])
+    code, output = in_fork("-m", "trainer.cli.train_sft", "--backend", "fsdp2", *line)
     assert code == 0, output[-4000:]
     return folder
 

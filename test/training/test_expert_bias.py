@@ -1,16 +1,15 @@
 """--expert_bias_update_rate: biases of routers move as in the plain loop, in every layout."""
 
 import json
-import sys
 
 import pytest
-from launch import ROOT, run_process
+from launch import ROOT, in_fork
 
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory) -> dict[str, list]:
     script = str(ROOT / "test/training/expert_bias_runs.py")
-    code, output = run_process([sys.executable, script, str(tmp_path_factory.mktemp("bias"))], timeout=400)
+    code, output = in_fork(script, str(tmp_path_factory.mktemp("bias")), timeout=400)
     assert code == 0, output[-4000:]
     return json.loads(output.splitlines()[-1])
 
