@@ -166,5 +166,5 @@ def test_the_weight_gradient_on_a_gpu_is_summed_in_fp32_in_one_call(monkeypatch)
 
 
 def test_chunks_are_larger_on_a_gpu():
-    rows = [token_losses.rows_of_a_chunk(151_936, torch.device(device)) for device in ("cpu", "cuda")]
+    rows = [token_losses.tokens_of_a_chunk(151_936, torch.device(device)) for device in ("cpu", "cuda")]
     assert rows == [220, 1766]

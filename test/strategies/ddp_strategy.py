@@ -120,10 +120,10 @@ class DDPStrategy:
             tensors = self.iter_full_params(model) if form.hf_weights else None
             model_writer.save_pretrained(tensors, model.module, tokenizer, target, self.param_dtype, self.is_rank_0())
 
-        own = {role: {"scheduler_step": scheduler.last_epoch} for role, (_, _, scheduler) in roles.items()}
-        own[run_state.MAIN] |= {"loss_scale": run_state.NO_LOSS_SCALE, "optim": self.options.optim}
+        role_states = {role: {"scheduler_step": scheduler.last_epoch} for role, (_, _, scheduler) in roles.items()}
+        role_states[run_state.MAIN] |= {"loss_scale": run_state.NO_LOSS_SCALE, "optim": self.options.optim}
         shards = run_state.shards_of_roles(roles, self._shards, further)
-        return run_state.save(folder, shards, state, own, self.device, form, export)
+        return run_state.save(folder, shards, state, role_states, self.device, form, export)
 
     def load_ckpt(self, folder: str, roles: dict[str, tuple], further=()) -> dict:
         shards = run_state.shards_of_roles(roles, self._shards, further)

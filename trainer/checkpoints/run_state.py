@@ -1,5 +1,8 @@
 """Save and load a whole run: the shards of its tensors, the random states of every rank, and the rest as JSON.
 
+`step_N` has manifest.json, state.json, pieces.index, pieces-RANK-NUMBER.safetensors (portable: full-...), random-RANK.json,
+and hf/ with --save_hf_ckpt.
+
 Nothing is ever unpickled: tensors are safetensors, and everything else is JSON. The metadata of
 torch.distributed.checkpoint and DeepSpeed's engine.load_checkpoint both unpickle (`weights_only=False`). So neither is
 used for files.
@@ -150,7 +153,7 @@ class PendingSave:
             self._thread.join()
         temporary = self.folder + ".tmp"
         try:
-            entries = _complete(self._result, temporary)
+            entries = _with_index(self._result, temporary)
             if self._portable:
                 entries = _make_portable(temporary, entries)
             together(lambda: store.commit(temporary, self.folder, entries) if dist.get_rank() == 0 else None, *WRITING)
@@ -166,17 +169,20 @@ class PendingSave:
         return self._written
 
 
-def _complete(write: Callable[[], tuple[dict, list[Piece]]], folder: str) -> dict[str, dict]:
-    """Write this rank's files. Rank 0 then writes the index (all ranks). Returns the entries of all ranks' files."""
+def _with_index(results: Callable[[], tuple[dict, list[Piece]]], folder: str) -> dict[str, dict]:
+    """Take what this rank wrote. Rank 0 then writes the index of all ranks (collective).
+
+    `results()` gives this rank's entries and pieces. Returns the manifest entries of all ranks' files.
+    """
     pieces: list[Piece] = []
 
-    def write_and_note() -> dict[str, dict]:
-        entries, own = write()
+    def take_and_note() -> dict[str, dict]:
+        entries, own = results()
         pieces.extend(own)
         return entries
 
     full_disk = "free disk space; older checkpoints are intact"
-    entries = {name: entry for own in together(write_and_note, *WRITING, full_disk) for name, entry in own.items()}
+    entries = {name: entry for own in together(take_and_note, *WRITING, full_disk) for name, entry in own.items()}
     index = _gather_index(pieces)
     [entry, *_] = together(lambda: index.write(folder) if index else None, *WRITING, full_disk)
     return {**entries, INDEX: entry}
@@ -197,7 +203,7 @@ def _make_portable(temporary: str, entries: dict[str, dict]) -> dict[str, dict]:
 
     reader = ShardReader(temporary)  # the index names only shards, while other ranks write full tensors
     shards = full_shards(reader, rank, world_size)
-    full = _complete(lambda: write_shards(shards, temporary, f"full-{rank:05d}"), temporary)
+    full = _with_index(lambda: write_shards(shards, temporary, f"full-{rank:05d}"), temporary)
     rest = {name: entry for name, entry in entries.items() if not name.startswith("pieces-")}
     if rank == 0:
         for name in entries.keys() - rest.keys():

@@ -1,1 +1,1 @@
-"""The parts of compare_backends.py: read logs, compare them, write reports, and launch a matrix of runs."""
+"""Comparing runs: logs, locate, certificates, other trainers, the zoo of models, launching a matrix of runs."""

@@ -4,7 +4,7 @@ import torch
 
 
 def decoder_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """{name: layer}, outer ones first, of the classes that transformers lets nobody split. Mamba names inner parts too.
+    """{name: layer}, outer ones first, of the classes in `_no_split_modules`. Mamba names inner parts too.
 
     Layers that FSDP2 has sharded are found too: it puts a class FSDP<name> in front of theirs.
     """

@@ -57,6 +57,6 @@ def even_dim(shape: tuple[int, ...], num_ranks: int) -> Optional[int]:
 
 
 def even_placement(parameter: torch.Tensor, num_ranks: int) -> Optional[Shard]:
-    """Return how fully_shard shards stacked experts. None is the first dimension, which it pads: 16 to 256 experts."""
+    """Return how fully_shard shards stacked experts. None is the first dimension, which it pads: 16 experts on 256 ranks."""
     dim = even_dim(parameter.shape, num_ranks) if parameter.ndim > 2 else None
     return None if dim is None else Shard(dim)

@@ -11,7 +11,7 @@ from trainer.datasets.batches.packing import IGNORE
 from trainer.metrics import MetricSum
 from trainer.models.lora import fixed_model
 from trainer.models.losses.distances import Distance, distances
-from trainer.models.losses.token_losses import causal_lm_logits, rows_of_a_chunk, token_log_probs
+from trainer.models.losses.token_losses import causal_lm_logits, token_log_probs, tokens_of_a_chunk
 
 
 def teacher_distances(
@@ -22,7 +22,7 @@ def teacher_distances(
     Logits (rows, tokens, vocab) are upcast to fp32 in chunks, and again in the backward pass. DTensors are sharded over the
     vocabulary (collectives over tp).
     """
-    group, first, chunk_tokens = None, 0, rows_of_a_chunk(model.shape[-1], model.device)
+    group, first, chunk_tokens = None, 0, tokens_of_a_chunk(model.shape[-1], model.device)
     if isinstance(model, DTensor):
         _, offset = compute_local_shape_and_global_offset(model.shape, model.device_mesh, model.placements)
         group, first = model.device_mesh.get_group(), offset[-1]

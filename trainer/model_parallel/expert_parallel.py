@@ -72,17 +72,15 @@ def validate_experts(model: nn.Module, ep: int, sizes: MeshSizes) -> None:
 def validate_expert_widths(model: nn.Module, flag: str) -> None:
     """Raise UserError for experts that a GPU cannot multiply in half precision.
 
-    torch._grouped_mm needs rows of a multiple of 16 bytes, which are 8 numbers. The widths are those of this rank.
+    torch._grouped_mm needs rows of a multiple of 16 bytes, which are 8 numbers. The widths are whole: tp splits them later, in `prepare`.
     """
     if getattr(model.config, "_experts_implementation", None) != "grouped_mm":
         return
     for module in filter(are_experts, model.modules()):
         for name, parameter in module.named_parameters(recurse=False):
             shape = getattr(parameter, "ds_shape", parameter.shape)
-            if isinstance(parameter, DTensor):
-                shape = parameter.to_local().shape
             if len(shape) == 3 and any(width % 8 for width in shape[1:]):
-                found = f"experts of {type(model).__name__} with {name} of {tuple(shape)} on a rank, in half precision"
+                found = f"experts of {type(model).__name__} with {name} of {tuple(shape)}, in half precision"
                 raise UserError(flag, found, "widths that are multiples of 8, or --param_dtype fp32")
 
 

@@ -1,1 +1,1 @@
-"""Loading a model, reward heads and LoRA."""
+"""Loading a model, LoRA, reward heads; attention, layers and losses."""

@@ -36,7 +36,8 @@ class Method:
     auto_class: type  # of transformers
     make_loss: Callable[["Run"], LossFunction]  # once the model is loaded
     model_folder: Callable[["Run"], str] = lambda run: run.setup.folder
-    collate: Callable = lambda rows, packed: rows  # (function that makes rows, whether packed) to that of micro-batches
+    # (function from samples to rows, whether packed) to the function from samples to a micro-batch
+    collate: Callable = lambda collate_rows, is_packed: collate_rows
     loader_options: dict = dataclasses.field(default_factory=dict)
     facts: dict = dataclasses.field(default_factory=dict)  # for the table of rules
     has_frozen_copy: bool = False  # the run also holds a frozen model of the same size

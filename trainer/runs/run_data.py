@@ -114,7 +114,7 @@ def load_sets_of(args, seed: int, options_of: Callable, names: str, split: str, 
 
 def tokenized(args, tokenizer, rows, tokenize: Callable, options_of: Callable, flag: str, part: Part):
     """(samples, ledger) of the part of `rows`, by `tokenize` with the options of the run, or of each set."""
-    tokenize = tokenizer_of_rows(args, rows, tokenize)
+    tokenize = tokenize_function_of(args, rows, tokenize)
     return tokenize(rows, tokenizer, flag=flag, part=part, **options_of(args))
 
 
@@ -226,7 +226,10 @@ def build_loader(
     sequences_per_sample: int = 1,
     **options,
 ):
-    """Build the strategy's loader from the flags under "Batches". `options` go to `setup_dataloader` too."""
+    """Build the strategy's loader from the flags under "Batches". `options` go to `setup_dataloader` too.
+
+    `sequences_per_sample` is 2 for pairs.
+    """
     capacity = batch.max_tokens_per_micro_batch or batch.micro_train_batch_size * setup.longest * sequences_per_sample
     return setup.strategy.setup_dataloader(
         samples,
@@ -240,7 +243,7 @@ def build_loader(
     )
 
 
-def tokenizer_of_rows(args, rows, tokenize: Callable) -> Callable:
+def tokenize_function_of(args, rows, tokenize: Callable) -> Callable:
     """`tokenize`, or its form for rows with images and the model of --pretrain. See `tokenize_with_images`."""
     if not has_images(rows):
         return tokenize

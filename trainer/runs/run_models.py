@@ -1,8 +1,8 @@
 """The models of a run.
 
-A model is changed in this order. `load_model`: tensor parallelism while it is read, dropout off, recomputed layers,
-rotary tables, attention and mixers of packed or split rows. Then runs/features/adapter.py puts an adapter on it.
-`shard_model`: compiled layers, optimizer, shards.
+A model is changed in this order. `load_model`: dropout off, fp8, recomputed and offloaded layers, rotary tables, attention
+and mixers of packed or split rows. Then runs/features/adapter.py puts an adapter on it. `shard_model`: compiled layers and
+optimizer. At last `strategy.prepare` shards over tp and dp x sp.
 """
 
 import contextlib
@@ -37,9 +37,12 @@ LOAD_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, Run
 
 
 @contextlib.contextmanager
-def reading(is_replaced: bool) -> Iterator[None]:
-    """Inside, no weights are read if a checkpoint will replace them."""
-    model_folder.left_out = is_replaced
+def weights_left_out(are_replaced: bool) -> Iterator[None]:
+    """Inside, no weights are read if a checkpoint will replace them.
+
+    It sets a global of `model_folder`, as ZeRO 3 reads weights in `strategy.load_model` and the others in `prepare`.
+    """
+    model_folder.left_out = are_replaced
     try:
         yield
     finally:
@@ -71,7 +74,7 @@ def load_model(
         )  # the model with a new head is in a folder of the run
         strategy.print(f"loading {flag} {shown}: {weights_size(folder) / 1e6:,.1f} MB")
     try:
-        with reading(is_replaced):
+        with weights_left_out(is_replaced):
             options = {"attn_implementation": attention, "trust_remote_code": remote_code, "adapter": adapter}
             model = strategy.load_model(folder, auto_class, **options)
     except UserError:
@@ -128,6 +131,7 @@ def shard_model(
         print(model_page(model, strategy.param_dtype, **shown), flush=True)
     if flags.compile:
         compile_layers(model)
+    # before `prepare`, which points it at the sharded parameters
     optimizer = strategy.create_optimizer(
         model, lr=optim.learning_rate, betas=optim.adam_betas, eps=optim.adam_eps, weight_decay=optim.weight_decay
     )
@@ -136,7 +140,7 @@ def shard_model(
     ends = {"warmup_ratio": optim.lr_warmup_ratio, "min_lr_ratio": optim.min_lr_ratio}
     ends["warmup_steps"] = optim.warmup_steps
     scheduler = build_scheduler(optim.lr_scheduler, optimizer, total_steps=total_steps, **ends)
-    with reading(setup.resumes):
+    with weights_left_out(setup.resumes):
         prepared = strategy.prepare((model, optimizer, scheduler))
     wait_for_all()  # some ranks read their weights later than others; NCCL would wait ten minutes only
     if layout.heartbeat_timeout:

@@ -33,6 +33,7 @@ from trainer.training.verify_resume import verify_resume
 def train(args, method: Method, is_demo: bool = False) -> None:
     """One run, in the order of its parts: flags, strategy, data, model, features, optimizer, loop, save."""
     run, features = Run(method=method, args=args), (*FEATURES, *method.features)
+    # the door has done so; a program may call `train` itself
     check_flags(method.command, args, method.eval_metrics, is_demo=is_demo, **method.facts)
     apply(features, run, "before_setup")
     start(run, is_demo)

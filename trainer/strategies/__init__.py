@@ -1,4 +1,4 @@
-"""The two strategies, which have one duck-typed API. Only this file chooses between them."""
+"""The two strategies, fsdp2.py and deepspeed.py. They have one duck-typed API: docs/new_strategy.md. Only this file chooses."""
 
 from trainer.errors import UserError
 from trainer.strategies.options import StrategyOptions, refuse_on_deepspeed, refuse_on_fsdp2

@@ -1,6 +1,6 @@
 """The DeepSpeed strategy: a real DeepSpeed engine, ZeRO 0 to 3 over dp x sp.
 
-Gradient contract: `backward` gets this rank's sum of losses, and the global count that the loss is a mean over. It
+Gradient contract: `backward` gets the sum of losses of one micro-batch, and the global count that the loss is a mean over. It
 scales the sum by `number of loss ranks / count`, and DeepSpeed averages gradients over those ranks. The result is the
 gradient of (sum of all losses) / count on every layout.
 """
@@ -59,7 +59,9 @@ class DeepspeedStrategy:
         self.sizes = options.mesh_sizes()
         self.exact: Optional[ExactGradients] = None
         self._exact_grads: dict[str, torch.Tensor] = {}  # gradients of a step by name, complete or this rank's parts
-        self._takes_parts = self.zero_stage == 3 and self.sizes.dp_replicate == 1
+        self._takes_parts = (
+            self.zero_stage == 3 and self.sizes.dp_replicate == 1
+        )  # --exact: of a gradient, this rank's part
         self._folders = weakref.WeakKeyDictionary()  # loaded model -> its weights' folder and adapter
         self._reached = weakref.WeakKeyDictionary()  # trained model -> names of parameters that got a gradient
 
@@ -176,7 +178,7 @@ class DeepspeedStrategy:
     def _read(self, model, with_masters: bool = False, offload: bool = False):
         """Read the weights of a model that `load_model` left empty: to the device, or to host memory if tp shards them.
 
-        Returns the weights of its folder if it gets fp32 masters, else None.
+        Returns the opened weights of its folder, for `_restore_masters`; None if it was read before and has no masters.
         """
         (folder, adapter), new = self._folders.pop(model), model_folder.new_tensors(model, self.seed)
         is_empty, weights = next(model.parameters()).is_meta, None
@@ -256,7 +258,7 @@ class DeepspeedStrategy:
                 self.exact.reduce(num_targets, self._exact_grads.__setitem__, cut, split)
             return
         model.set_gradient_accumulation_boundary(is_last)
-        # scale_wrt_gas: the engine would divide by its accumulation steps; the global count is the only denominator
+        # scale_wrt_gas=False: no other denominator than the global count; the engine has 1 accumulation step anyway
         model.backward(loss_sum * (self.meshes.loss.size() / num_targets), scale_wrt_gas=False)
 
     def optimizer_step(self, optimizer, model, scheduler) -> float:
@@ -371,14 +373,14 @@ class DeepspeedStrategy:
             tensors = weights_to_save(self, model, self._tp_group) if form.hf_weights else None
             save_pretrained(tensors, model.module, tokenizer, target, self.param_dtype, self.is_rank_0())
 
-        own = {role: {"scheduler_step": scheduler.last_epoch} for role, (_, _, scheduler) in roles.items()}
-        for role in own:
-            own[role]["loss_scale"] = (
+        role_states = {role: {"scheduler_step": scheduler.last_epoch} for role, (_, _, scheduler) in roles.items()}
+        for role in role_states:
+            role_states[role]["loss_scale"] = (
                 zero_masters.loss_scale_of(roles[role][1]) if self._scaled else run_state.NO_LOSS_SCALE
             )
-        own[run_state.MAIN]["optim"] = self.options.optim
+        role_states[run_state.MAIN]["optim"] = self.options.optim
         shards = run_state.shards_of_roles(roles, self._shards, further)
-        return run_state.save(folder, shards, state, own, self.device, form, export)
+        return run_state.save(folder, shards, state, role_states, self.device, form, export)
 
     def load_ckpt(self, folder: str, roles: dict[str, tuple], further: Sequence[TensorShard] = ()) -> dict:
         """Load a checkpoint of any backend and layout. Returns its state. Raises UserError if it is damaged."""

@@ -1,6 +1,6 @@
 """The FSDP2 strategy: torch's `parallelize_module` over tp, then `fully_shard` over (dp_replicate, dp_shard x sp).
 
-Gradient contract: `backward` gets this rank's sum of losses, and the global count that the loss is a mean over. It
+Gradient contract: `backward` gets the sum of losses of one micro-batch, and the global count that the loss is a mean over. It
 scales the sum by `number of loss ranks / count`, and FSDP2 averages gradients over those ranks. The result is the
 gradient of (sum of all losses) / count on every layout.
 """
@@ -145,7 +145,7 @@ class FSDP2Strategy:
             kinds = tensor_parallel.split_layers(model)
             fix_products(model, kinds, self.meshes.params["tp"], self.exact.split)
         if self.options.exact and any(p.requires_grad for p in model.parameters()):
-            options["reshard_after_forward"] = False  # a rank has the whole gradient anyway
+            options["reshard_after_forward"] = False  # no memory is saved: --exact sums whole gradients on each rank
         if self.options.expert_parallel_size > 1 or self.sizes.tp > 1:
             shard_experts(model, self.sizes, self.options.expert_parallel_size, self.device.type, options)
         if dist.get_world_size() > 1 or low or offload:  # otherwise, there is nothing to shard, cast or move
@@ -339,11 +339,11 @@ class FSDP2Strategy:
             tensors = self._weights_to_save(model) if form.hf_weights else None
             save_pretrained(tensors, model, tokenizer, target, self.param_dtype, self.is_rank_0())
 
-        own = {role: {"scheduler_step": scheduler.last_epoch} for role, (_, _, scheduler) in roles.items()}
+        role_states = {role: {"scheduler_step": scheduler.last_epoch} for role, (_, _, scheduler) in roles.items()}
         scale = self.loss_scale.state_dict() if self.loss_scale else run_state.NO_LOSS_SCALE
-        own[run_state.MAIN] |= {"loss_scale": scale, "optim": self.options.optim}
+        role_states[run_state.MAIN] |= {"loss_scale": scale, "optim": self.options.optim}
         shards = run_state.shards_of_roles(roles, self._shards, further)
-        return run_state.save(folder, shards, state, own, self.device, form, export)
+        return run_state.save(folder, shards, state, role_states, self.device, form, export)
 
     def load_ckpt(self, folder: str, roles: dict[str, tuple], further: Sequence[TensorShard] = ()) -> dict:
         """Load a checkpoint of any backend and layout. Returns its state. Raises UserError if it is damaged."""
@@ -422,5 +422,8 @@ def _is_split(parameter: DTensor) -> bool:
 
 
 def _groups(module: FSDPModule) -> list:
-    """The parameter groups that `fully_shard` made of a module. A sum over shards waits there for its replicas."""
+    """The parameter groups that `fully_shard` made of a module.
+
+    With hybrid sharding, they hold the sum over shards until it is all-reduced over the replicas.
+    """
     return module._get_fsdp_state()._fsdp_param_groups

@@ -106,12 +106,12 @@ class Checkpoints:
         self.root = os.path.abspath(os.path.join(output_dir, FOLDER))
         self.trained, self.policy, self.identity = trained, policy, identity
         self.changes: list[Change] = []  # since the checkpoint that was loaded
-        self.kept_rows: list[str] = []  # of metrics.jsonl, which waited as that checkpoint was saved
+        self.kept_rows: list[str] = []  # of metrics.jsonl: not on disk yet when that checkpoint was saved
         self.progress = Progress()  # of that checkpoint
         self.metrics: Optional[MetricsLog] = None
         self._pending: Optional[tuple[PendingSave, bool]] = None
         self._saved_at = time.monotonic()
-        self._place = (output_dir, _identity_on_disk(output_dir))
+        self._place = (output_dir, _inode_of(output_dir))
         if trained.strategy.is_rank_0():
             for folder in (output_dir, self.root):
                 store.remove_temporaries(folder)
@@ -126,11 +126,11 @@ class Checkpoints:
         self.progress = progress = self._resume(wanted)
         if progress.step >= total_steps or self.policy.has_lost_patience(progress):
             self.trained.strategy.print(
-                f"nothing left to do: step {progress.step} of {total_steps} (more: {self._what_goes_on(progress)})"
+                f"nothing left to do: step {progress.step} of {total_steps} (more: {self._flags_to_go_on(progress)})"
             )
         return progress
 
-    def _what_goes_on(self, progress: Progress) -> str:
+    def _flags_to_go_on(self, progress: Progress) -> str:
         if self.policy.has_lost_patience(progress):
             return "a larger --early_stopping_patience"
         return "--max_steps, --max_epochs"
@@ -257,7 +257,7 @@ class Checkpoints:
     def check_place(self) -> None:
         """Raise UserError on all ranks if the run folder was moved or replaced meanwhile: a save would make a new one."""
         folder, was = self._place
-        is_there = not self.trained.strategy.is_rank_0() or _identity_on_disk(folder) == was
+        is_there = not self.trained.strategy.is_rank_0() or _inode_of(folder) == was
         if not all(gather_objects(is_there)):
             found = f"{folder} was moved or replaced while the run wrote to it"
             raise UserError("--output_dir", found, instead="Move it back, and resume with --load_checkpoint.")
@@ -318,8 +318,8 @@ class Checkpoints:
         together(lambda: tidy() if self.trained.strategy.is_rank_0() else None, self.root, "cannot be changed")
 
 
-def _identity_on_disk(folder: str) -> Optional[tuple[int, int]]:
-    """What stays the same of a folder while it has other names. None: there is none."""
+def _inode_of(folder: str) -> Optional[tuple[int, int]]:
+    """(device, inode) of a folder, which a rename keeps. None without a folder."""
     try:
         facts = os.stat(folder)
     except OSError:
@@ -329,7 +329,7 @@ def _identity_on_disk(folder: str) -> Optional[tuple[int, int]]:
 
 @contextlib.contextmanager
 def of_its_state(folder: str) -> Iterator[None]:
-    """Raise DamagedCheckpoint for values in the state of a checkpoint that no run writes. A stranger may have."""
+    """Raise DamagedCheckpoint for values in the state of a checkpoint that no run writes. Another program may have."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:

@@ -1,8 +1,8 @@
 """The training loop that every method shares: forward and backward over a global batch, step, log, evaluate, save.
 
-A method brings its loss function, and a strategy brings the distribution. `loss_fn(model, micro_batch)` returns
-(sum, count) or (sum, count, metrics). Metrics are MetricSums, or tensors that are sums over the same targets. Their
-means over the global batch are logged.
+A method brings its loss function. A strategy (strategies/fsdp2.py, strategies/deepspeed.py) distributes it.
+`loss_fn(model, micro_batch)` returns (sum, count) or (sum, count, metrics). Metrics are MetricSums, or tensors that are
+sums over the same targets. Their means over the global batch are logged.
 """
 
 import functools
@@ -81,7 +81,7 @@ def forward_backward(strategy, model, batch, loss_fn: LossFunction, train: bool)
     Returns the sums over the global batch, and its count. The sums are "loss" and the method's metrics, as floats or
     MetricSums of floats (one all-reduce over dp x sp, one more for a TwoPassLoss). The global count is the only
     denominator of the loss and of every gradient. Whole numbers and fractions are added up apart: so numbers on the grid
-    of --exact have an exact sum, of any size.
+    of --exact (exact_sums.LOSS_GRID) have an exact sum, of any size.
     """
     if isinstance(loss_fn, TwoPassLoss):
         sums = first_pass_sums(strategy, model, batch, loss_fn.first_pass)
@@ -94,7 +94,7 @@ def forward_backward(strategy, model, batch, loss_fn: LossFunction, train: bool)
         parts = [count, *(part for kind in kinds.values() for part in kind.parts())]
         numbers = torch.stack([part.detach().double() for part in parts])
         whole = numbers.floor()
-        totals = totals + torch.stack([whole, (numbers - whole).nan_to_num(0.0)])  # of infinity, only `whole` is one
+        totals = totals + torch.stack([whole, (numbers - whole).nan_to_num(0.0)])  # inf - inf is NaN: `whole` has it
         if train:
             is_last = number == len(batch.micro_batches)
             strategy.backward(loss_sum, model, num_targets=max(batch.num_targets, 1), is_last=is_last)

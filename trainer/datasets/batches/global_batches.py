@@ -97,8 +97,9 @@ class GlobalBatchLoader:
     `dataset` has the columns num_tokens, num_loss_tokens and digest, and the columns that `collate` reads.
     `collate(samples)` makes a micro-batch in one of `num_workers` threads, while earlier batches are used. An empty
     list gives a micro-batch without targets, which adds nothing to the loss. `place` then moves the micro-batch to its
-    device. With `with_previous`, each sample has the sample before it in the global batch as `previous`; the first
-    sample has the last one.
+    device. `batch_size` is samples of a global batch, `micro_batch_size` of a micro-batch. `max_tokens` (rows x longest) or
+    `packed_capacity`, in tokens of a micro-batch, take its place. With `with_previous`, each sample has the sample before it
+    in the global batch as `previous`; the first sample has the last one.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class GlobalBatchLoader:
         self.epoch, self.next_index = self.epoch + 1, 0
 
     def plan(self, sample_ids: list[int], ranks: Sequence[int]) -> list[list[list[int]]]:
-        """For each of `ranks`, the sample ids of its micro-batches. Empty ones are added: all ranks have as many."""
+        """For each of `ranks`, the sample ids of its micro-batches. Empty ones are added, so all ranks have equally many."""
         sizes = (self._num_tokens if self.sizes_to_plan is None else self.sizes_to_plan)[sample_ids]
         if not (self._cut_sizes["max_tokens"] or self._cut_sizes["packed_capacity"]):
             falling = np.argsort(-sizes, kind="stable").tolist()

@@ -76,7 +76,7 @@ def model_inputs(batch: dict) -> dict:
     """The arguments that a padded or packed micro-batch gives to a model call.
 
     There is no attention_mask, because kernels are faster without one. Rows are padded on the right, and under causal
-    attention no real token sees that padding.
+    attention no real token sees that padding. `images` are those of image_batches, `more_inputs` those of shared_prompts.
     """
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
     if "cu_seqlens" in batch:

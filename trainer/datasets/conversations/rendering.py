@@ -61,8 +61,8 @@ def render(
 ) -> Any:
     """Token ids (or the text) of the conversation.
 
-    `offsets`: the ids, and for each its characters (start, end) in the text; none without a fast tokenizer. `marks`: then 1 for
-    each id in a {% generation %} block.
+    `offsets`: the ids, and for each its characters (start, end) in the text; none without a fast tokenizer.
+    `marks`: also a third list, with 1 for each id in a {% generation %} block.
     `options` are arguments of the template, besides those of --template_args.
     """
     options = {**getattr(tokenizer, "template_args", {}), **options}

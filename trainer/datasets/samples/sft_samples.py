@@ -100,7 +100,7 @@ def _tokens(
     flag: str,
     num_proc: int | None = None,
     map_rows: Callable = map_cached,
-    allow_no_stop: bool = False,  # asked of all sets together
+    allow_no_stop: bool = False,  # not used here: `with_loss` asks it of all sets together
     **flags: Any,
 ) -> Dataset:
     if is_prepared(rows):
@@ -246,6 +246,7 @@ def sft_features() -> Features:
 def tokenize_row(
     row: Any, index: int, *, tokenizer: Any, options: _Options, flag: str, first_row: int = 0
 ) -> dict[str, Any]:
+    """The columns of one row, as in `sft_features`. Its loss_mask is not shifted."""
     index += first_row
     with within(f"{flag} row {index + 1}"):
         row = options.reader.read(row)

@@ -19,7 +19,7 @@ from trainer.models.attention.flash import on_gpu
 
 
 class _LinearNLL(torch.autograd.Function):
-    """-log softmax(hidden @ weight.T + bias)[target] of each row, by chunks of rows. Backward computes it again."""
+    """-log softmax(hidden @ weight.T + bias)[target] of each row, by chunks of rows. Backward computes the logits again."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, chunk_rows: int):

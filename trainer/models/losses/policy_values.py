@@ -19,9 +19,9 @@ from trainer.models.losses.linear_loss import as_autocast, at_places, forward_re
 from trainer.models.losses.token_losses import (
     causal_lm_logits,
     places_of_labels,
-    rows_of_a_chunk,
     token_entropies,
     token_log_probs,
+    tokens_of_a_chunk,
 )
 from trainer.models.losses.truncation import within_sets
 
@@ -40,7 +40,7 @@ def policy_values(
     sharded_logits = vars(head).get("sharded_logits")  # of a head that DeepSpeed has sharded over tp
     has_own_product = "forward" in vars(head)  # with --exact
     if (isinstance(head, torch.nn.Linear) or sharded_logits) and not has_own_product:
-        chunk_rows = rows_of_a_chunk(_vocab_size(head), labels.device)
+        chunk_rows = tokens_of_a_chunk(_vocab_size(head), labels.device)
         config = model.get_output_embeddings.__self__.config
         if len(kept) <= chunk_rows:
             options |= {"chunk_tokens": labels.numel(), "kept": kept}

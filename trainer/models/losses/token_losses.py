@@ -23,8 +23,8 @@ CHUNK_BYTES = 2**27
 GPU_CHUNK_BYTES = 2**30  # a small product leaves most of a GPU idle
 
 
-def rows_of_a_chunk(vocab_size: int, device: torch.device) -> int:
-    """Return how many rows of fp32 logits over a whole vocabulary are computed at a time. It is at least one."""
+def tokens_of_a_chunk(vocab_size: int, device: torch.device) -> int:
+    """Return of how many tokens fp32 logits over a whole vocabulary are computed at a time. It is at least one."""
     return max((GPU_CHUNK_BYTES if device.type == "cuda" else CHUNK_BYTES) // (4 * vocab_size), 1)
 
 
@@ -36,7 +36,8 @@ def causal_lm_logits(model, batch: dict) -> torch.Tensor:
 def label_log_probs(model, micro_batch: dict) -> torch.Tensor:
     """Run one forward pass. Return log p(labels[t]) at every position: (rows, tokens) fp32, 0 where IGNORE.
 
-    With --exact, `rounded` of the micro-batch is a function for them; they are fp64 then.
+    `labels` (rows, tokens) are shifted already: labels[t] is token t + 1, see `packing.shifted_labels`. With --exact,
+    `rounded` of the micro-batch is a function for them, from `exact_sums.with_exact_sums`; they are fp64 then.
     """
     log_probs = _label_log_probs(model, micro_batch)
     return micro_batch["rounded"](log_probs) if "rounded" in micro_batch else log_probs
@@ -48,7 +49,7 @@ def _label_log_probs(model, micro_batch: dict) -> torch.Tensor:
     # an adapter on the head, a vocabulary that DeepSpeed splits over tp, or a product of its own (--exact)
     if not isinstance(head, torch.nn.Linear) or "forward" in vars(head):
         return token_log_probs(causal_lm_logits(model, micro_batch), labels, kept=kept)
-    chunk_rows = rows_of_a_chunk(head.out_features, labels.device)
+    chunk_rows = tokens_of_a_chunk(head.out_features, labels.device)
     if len(kept) <= chunk_rows:
         return token_log_probs(causal_lm_logits(model, micro_batch), labels, chunk_tokens=labels.numel(), kept=kept)
     values, are_losses = token_nll(model, model_inputs(micro_batch), labels, kept, chunk_rows)
@@ -66,7 +67,7 @@ def token_log_probs(
     whole vocabulary: ranks with parts of different sizes then reduce the same chunks. `kept` (n,) are the places of the
     labels in all rows, if they are known.
     """
-    nll, chunk_tokens = _whole_nll, chunk_tokens or rows_of_a_chunk(logits.shape[-1], logits.device)
+    nll, chunk_tokens = _whole_nll, chunk_tokens or tokens_of_a_chunk(logits.shape[-1], logits.device)
     if isinstance(logits, DTensor):
         _, offset = compute_local_shape_and_global_offset(logits.shape, logits.device_mesh, logits.placements)
         group = logits.device_mesh.get_group()
@@ -82,7 +83,7 @@ def token_entropies(
     logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: Optional[int] = None, temperature: float = 1.0, kept=None
 ) -> torch.Tensor:
     """Return -sum p log p over the vocabulary at every position, 0 where IGNORE; otherwise like `token_log_probs`."""
-    entropy, chunk_tokens = _whole_entropy, chunk_tokens or rows_of_a_chunk(logits.shape[-1], logits.device)
+    entropy, chunk_tokens = _whole_entropy, chunk_tokens or tokens_of_a_chunk(logits.shape[-1], logits.device)
     if isinstance(logits, DTensor):
         group = logits.device_mesh.get_group()
         logits = logits.to_local()

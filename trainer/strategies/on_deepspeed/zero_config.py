@@ -20,7 +20,10 @@ def engine_config(
 
     `plan` is the tensor-parallel plan, or None without tp.
     """
-    zero = {"stage": stage, "use_multi_rank_bucket_allreduce": False}  # reduces to one rank each send half as much
+    zero = {
+        "stage": stage,
+        "use_multi_rank_bucket_allreduce": False,
+    }  # one reduce to each owner sends half of an all-reduce
     zero["reduce_bucket_size"] = bucket_elements(num_trained)
     if sizes.dp_replicate > 1:
         zero["zero_hpz_partition_size"] = sizes.dp_shard * sizes.sp

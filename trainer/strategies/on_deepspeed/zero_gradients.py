@@ -1,6 +1,6 @@
 """Gradients under ZeRO, in other ways than in DeepSpeed's own optimizers.
 
-ZeRO 1 and 2 get along with fewer bytes or waits. With --exact, DeepSpeed gets complete gradients: it neither collects,
+ZeRO 1 and 2 need fewer bytes or waits. With --exact, DeepSpeed gets complete gradients: it neither collects,
 reduces, scales nor clips them.
 """
 
@@ -15,7 +15,7 @@ from trainer.strategies.options import bucket_elements
 
 
 def reduce_own_parts(optimizer, reduce_dtype: torch.dtype) -> None:
-    """Let a BF16_Optimizer reduce, clip and take the norm of parts. Other optimizers stay: fp16 and offload have them.
+    """Let a BF16_Optimizer reduce, clip and take the norm of parts. Other optimizers stay: those of fp16 and offload reduce parts already.
 
     Each rank gets the sum of its own part, by one reduce-scatter in a step. DeepSpeed keeps all fp32 gradients on every
     rank and all-reduces them, which sends twice the bytes.
