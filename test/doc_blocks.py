@@ -1,6 +1,6 @@
 """The commands in README.md and docs/*.md: fenced blocks, the marks above them, and what each command line asks for.
 
-A block is preceded by `<!-- needs: gpu -->` (hub, cluster, vllm, bitsandbytes), `<!-- slow: reason -->` or
+A block is preceded by `<!-- needs: gpu -->` (hub, cluster, vllm, docker ...), `<!-- slow: reason -->` or
 `<!-- run by: test/... -->` where it is not to be run, and by `<!-- file: NAME -->` where it is the text of a file.
 `<!-- from: FILE -->` marks lines of a file of the repository, which that file must have.
 """
@@ -16,7 +16,7 @@ from trainer.cli.__main__ import TRAINING, split
 
 FENCE = re.compile(r"( *)(`{3,})(\w*)[^`]*")
 MARK = re.compile(r"<!--\s*(needs|slow|run by|file|from):\s*(.*?)\s*-->")
-NEEDS = ("gpu", "hub", "cluster", "vllm", "bitsandbytes", "verifiers", "server")
+NEEDS = ("gpu", "hub", "cluster", "vllm", "bitsandbytes", "verifiers", "server", "docker")
 COMPOUND = {"for": "done", "while": "done", "if": "fi", "case": "esac"}
 HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
 STATE = ("export ", "source ", ". ", "cd ")  # what later commands of the page see

@@ -203,6 +203,7 @@ ROLLOUT_CASES = [
     ("--reward_timeout 5.0 without --reward_func", {"reward_timeout": 5.0}),
     ("--remote_rm_retries 1 without --remote_rm_url", {"remote_rm_retries": 1}),
     ("--env_timeout 5.0 without --env", {"env_timeout": 5.0}),
+    ("--env_sandbox with --env_container docker", {"env": "e.py", "env_sandbox": True, "env_container": "docker"}),
     ("--env_memory_mb 9 without --env_sandbox", {"env": "e.py", "env_memory_mb": 9}),
     ("--overlong_buffer_len 9 with --generate_max_len 9", {"overlong_buffer_len": 9, "generate_max_len": 9}),
     ("--overlong_penalty_factor 2.0 without --overlong_buffer_len", {"overlong_penalty_factor": 2.0}),

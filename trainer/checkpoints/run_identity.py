@@ -62,7 +62,7 @@ EFFECTS: dict[str, str] = {
         max_epochs max_steps num_episodes learning_rate vision_learning_rate critic_learning_rate lr_scheduler
         lr_warmup_ratio warmup_steps min_lr_ratio adam_betas adam_eps weight_decay fp8 max_norm max_skipped_steps param_dtype compute_fp32_loss
         reduce_dtype deterministic trust_remote_code limits remote_rm_url judge_url judge_timeout judge_retries judge_cache reward_timeout remote_rm_timeout remote_rm_retries max_failed_share max_logprob_diff
-        env_timeout env_sandbox env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths preset
+        env_timeout env_sandbox env_container env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths preset
         eval_dataset eval_dataset_flags eval_split max_eval_samples best_metric_key early_stopping_patience load_best_model_at_end eval_samples eval_temperature eval_top_p eval_source_key""",
     LAYOUT: """
         attn_implementation gradient_checkpointing selective_checkpointing activation_offload compile dataset_num_proc

@@ -215,6 +215,10 @@ class EnvironmentArguments:
         False, "let all episodes wait for the slowest one after each turn: batches, and so bits, do not depend on time"
     )
     env_sandbox: bool = arg(False, "run each environment in a sandbox: no network, no files, no keys, with limits")
+    env_container: Optional[str] = arg(
+        None,
+        "command that starts each environment in a container, such as 'docker run --rm -i --network none IMAGE'",
+    )
     env_memory_mb: int = arg(2048, "address space of such a process, in MiB", type="PositiveInt")
     env_processes: int = arg(256, "processes and threads in a sandbox", type="PositiveInt")
     env_disk_mb: int = arg(256, "files that a sandbox may write, in MiB of memory", type="PositiveInt")

@@ -183,9 +183,11 @@ REWARD_RULES = (
          "it limits a call of a reward function", REMOVE),
     Rule("remote_rm_timeout remote_rm_retries remote_rm_api_key", lambda f: not f.remote_rm_url,
          "without --remote_rm_url", "no server scores", "Add --remote_rm_url, or remove the flag."),
-    Rule("env_key env_args env_last_turn_text env_answer_max_len env_long_answers env_max_turns env_timeout env_concurrency env_lockstep env_sandbox env_memory_mb env_processes "
-         "env_disk_mb env_cpu_seconds env_paths", lambda f: not f.env, "without --env",
+    Rule("env_key env_args env_last_turn_text env_answer_max_len env_long_answers env_max_turns env_timeout env_concurrency env_lockstep env_sandbox env_container env_memory_mb "
+         "env_processes env_disk_mb env_cpu_seconds env_paths", lambda f: not f.env, "without --env",
          "there is no environment", "Add --env, or remove the flag."),
+    Rule("env_sandbox", lambda f: f.env_container, "with --env_container {env_container}",
+         "the container is the sandbox", ONE),
     Rule("env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths", lambda f: not f.env_sandbox, "without --env_sandbox",
          "it limits the processes of the sandbox", "Add --env_sandbox, or remove the flag."),
     Rule("overlong_buffer_len", lambda f: f.overlong_buffer_len >= f.generate_max_len,

@@ -1,4 +1,4 @@
-"""--env_sandbox: each environment in a sandbox of its own, as the trainer sees it.
+"""--env_sandbox and --env_container: each environment in a sandbox of its own, as the trainer sees it.
 
 The process may be killed, or hang, or send anything. That ends its episode and nothing else: such an episode is *lost*,
 and counted. Answers are JSON with a deadline, a limit of bytes and a checked form.
@@ -6,17 +6,20 @@ and counted. Answers are JSON with a deadline, a limit of bytes and a checked fo
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 from trainer.datasets.conversations.messages import tools_of
 from trainer.errors import UserError
 from trainer.limits import MB, limit
+from trainer.rollout.envs.container import FLAG
+from trainer.rollout.envs.container import bear as bear_in
 from trainer.rollout.envs.environments import Failure, History, Response, Source, Step, read_opening, read_step
 from trainer.rollout.envs.nursery import Born, Nursery
 from trainer.rollout.envs.sandbox import Box
 from trainer.rollout.peers import BadAnswer, read_frame, read_metrics, read_object, send_frame
 from trainer.rollout.rewards.reward_functions import check_scores
+from trainer.rollout.user_code import describe_error
 
 LOST = {"lost": 1.0}  # a metric of every such environment
 SHOWN_ERROR = 500  # characters of an error of an environment
@@ -26,11 +29,16 @@ PROBE_SECONDS = 120.0
 class ProcessEnvironment:
     """An environment of `--env`, with `reset`, `step` and `close`. Its process begins at `reset`."""
 
-    def __init__(self, source: Source, memory_mb: int, timeout: float, box: Optional[Box] = None):
-        """`timeout` is for a whole call, in seconds. `box` has further limits; its memory is `memory_mb`."""
+    def __init__(
+        self, source: Source, memory_mb: int, timeout: float, box: Optional[Box] = None, container: Sequence[str] = ()
+    ):
+        """`timeout` is for a whole call, in seconds. `box` has further limits; its memory is `memory_mb`.
+
+        `container` is a command that starts the process, in place of a sandbox with these limits.
+        """
         own = {"memory_mb": memory_mb}
         self._box = Box(**((vars(box) if box else {}) | own))
-        self._source, self._timeout = source, timeout
+        self._source, self._timeout, self._container = source, timeout, container
         self._process: Optional[Born] = None
         self.tools: Optional[list] = None
         self.metrics: dict[str, float] = {"lost": 0.0}
@@ -49,7 +57,7 @@ class ProcessEnvironment:
         """The answer of a new process to `reset`, or None if it is lost."""
         self.close()
         try:
-            self._process = Nursery.here().bear(self._source, self._box)
+            self._process = born(self._source, self._box, self._container)
         except (OSError, ValueError):  # somebody killed the nursery; the next one is new
             return None
         return self._ask({"reset": task}, deadline, _read_opening)
@@ -123,17 +131,25 @@ def _of_bounded_size(value: Any) -> Any:
     return value
 
 
-def check_sandbox(source: Source, box: Box) -> None:
+def born(source: Source, box: Box, container: Sequence[str]) -> Born:
+    """The new process of an environment. Raises OSError or ValueError if it cannot be started."""
+    return bear_in(container, source) if container else Nursery.here().bear(source, box)
+
+
+def check_sandbox(source: Source, box: Box, container: Sequence[str] = ()) -> None:
     """Start one sandbox, and make the environment in it. Raises UserError where either fails, in one line."""
     try:
-        born = Nursery.here().bear(source, box)
+        process = born(source, box, container)
         try:
             deadline = time.monotonic() + PROBE_SECONDS
-            send_frame(born.connection, b'{"probe": true}', deadline)
-            answer = read_object(read_frame(born.connection, deadline))
+            send_frame(process.connection, b'{"probe": true}', deadline)
+            answer = read_object(read_frame(process.connection, deadline))
         finally:
-            born.end()
+            process.end()
     except (OSError, EOFError, ValueError) as error:
+        if container:
+            found = f"{container[0]} starts no environment ({describe_error(error)}); what it printed is above"
+            raise UserError(FLAG, found, "a command that runs the Python that follows it, with the trainer") from None
         found = f"the process of {source.name} is lost before its first answer ({type(error).__name__})"
         raise UserError("--env_sandbox", found, "a larger --env_memory_mb") from None
     if "parts" in answer:

@@ -18,6 +18,7 @@ from trainer.flags.rl_flags import (
     RolloutRunArguments,
     ScoreArguments,
 )
+from trainer.rollout.envs.container import words_of
 from trainer.rollout.envs.environments import read_sources
 from trainer.rollout.rewards.judge import (
     FLAG,
@@ -101,7 +102,10 @@ def check_rewards(scores: ScoreArguments, environment: EnvironmentArguments, nee
         raise UserError("--reward_func", "missing", f"math, exact_match, a Python file; or {others}")
     if environment.env:
         sources = read_sources(environment.env, environment.env_args, bool(environment.env_key))
-        for source in sources.values() if not environment.env_sandbox else ():  # a sandbox loads its code itself
+        if environment.env_container:
+            words_of(environment.env_container)
+        # a sandbox loads its code itself
+        for source in sources.values() if not (environment.env_sandbox or environment.env_container) else ():
             source.check()
     if scores.remote_rm_url:
         split_urls(scores.remote_rm_url)

@@ -20,6 +20,7 @@ from trainer.rollout.asynchronous import Pace, RolloutsAhead
 from trainer.rollout.engines.decoding import UncachedRows
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.on_vllm.vllm_server import VLLMServerEngine
+from trainer.rollout.envs.container import words_of
 from trainer.rollout.envs.env_process import ProcessEnvironment, check_sandbox
 from trainer.rollout.envs.environments import SPARE_SECONDS, Caller, Source, load_environment, read_sources
 from trainer.rollout.envs.episodes import continue_episodes
@@ -138,10 +139,12 @@ def build_environments(run) -> Environments:
     box = Box(
         flags.env_memory_mb, flags.env_processes, flags.env_disk_mb, flags.env_cpu_seconds, tuple(flags.env_paths or ())
     )
+    container = tuple(words_of(flags.env_container)) if flags.env_container else ()
+    is_apart = flags.env_sandbox or bool(container)
     for name, source in sources.items():
-        if flags.env_sandbox:
-            check_sandbox(source, box)
-            makers[name] = functools.partial(ProcessEnvironment, source, flags.env_memory_mb, timeout, box)
+        if is_apart:
+            check_sandbox(source, box, container)
+            makers[name] = functools.partial(ProcessEnvironment, source, flags.env_memory_mb, timeout, box, container)
             continue
         tools = getattr(load_environment(source.name), "tools", None)  # of a class; others are checked in `reset`
         check_call_format(setup.tokenizer, tools if isinstance(tools, list) else None)
@@ -152,7 +155,7 @@ def build_environments(run) -> Environments:
 
     where = f"--env {flags.env}"
     # a process that hangs is lost before its call is late
-    call = Caller(where, timeout + SPARE_SECONDS * flags.env_sandbox, flags.env_concurrency)
+    call = Caller(where, timeout + SPARE_SECONDS * is_apart, flags.env_concurrency)
     return Environments(
         make,
         call,
