@@ -69,7 +69,7 @@ def collate_samples(
 def _histories(number: int, sample: dict) -> list[dict]:
     """The sample number `number` of a micro-batch, cut where its histories begin. `is_newest` is the last part."""
     parts, offset = [], sample["offset"]
-    for start, end in itertools.pairwise([0, *sample["starts"], len(sample["input_ids"])]):
+    for start, end in itertools.pairwise([0, *sample.get("starts", ()), len(sample["input_ids"])]):
         mask = sample["loss_mask"][start:end]
         own = {"input_ids": sample["input_ids"][start:end], "loss_mask": mask, "offset": offset, "sequence": number}
         prompt_length = mask.index(1) if 1 in mask else len(mask)
