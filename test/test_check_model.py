@@ -2,10 +2,11 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT, in_fork
+from launch import ROOT, in_fork, run_process
 from transformers import FalconH1Config, GptOssConfig
 
 from trainer.compare.zoo.check_model import LAYOUTS, LEFT_OUT, main
@@ -39,7 +40,9 @@ def folder(tmp_path_factory):
 def check(folder: Path, model: str, *only: str, start: tuple = ("-m", "trainer.cli.check")) -> tuple[int, str, dict]:
     """(exit code, output, {name: row})"""
     table = folder / f"{model.replace('/', '-')}.json"
-    code, output = in_fork(*start, str(folder / model), "--json", str(table), "--only", *only, timeout=400)
+    line = [*start, str(folder / model), "--json", str(table), "--only", *only]
+    is_module = start[0] == "-m"
+    code, output = in_fork(*line, timeout=400) if is_module else run_process([sys.executable, *line], timeout=400)
     rows = json.loads(table.read_text()) if table.exists() else []
     return code, output, {row["name"]: row for row in rows}
 
