@@ -61,7 +61,7 @@ def play(make, name="qwen3", most=3000, **options):
     tokenizer = byte_tokenizer(name)
     turn = tokenizer(TURNS[name][1])["input_ids"]
     engine = Script([turn] * 9)
-    envs = replace(environments(make, tokenizer, max_turns=6), **options)
+    envs = replace(environments(make, tokenizer, max_turns=6, timeout=65.0), **options)
     [sample] = generate_episodes(envs, engine, [PROMPT], 1, sampling_of(tokenizer, name, most), seed=0, rollout=0)
     return sample, [read for [read], _, _ in engine.asked], turn
 
