@@ -18,6 +18,16 @@ def shared_data():
     return SHARED
 
 
+@pytest.fixture(scope="module")
+def world():
+    """A process group of this process alone, for functions that communicate."""
+    import torch.distributed as dist  # not at the top: most tests start without torch
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def own_limits(monkeypatch):
     """--limits of one test are not those of the next one in this process."""

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from conversations import TURNS, Script, byte_tokenizer, environments, sampling_of
 from launch import ROOT
 
@@ -55,14 +54,12 @@ exec "$@"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, world):
     folder = tmp_path_factory.mktemp("container")
     (folder / "env.py").write_text(ENVIRONMENT)
     (folder / "run.sh").write_text(RUNNER)
     (folder / "run.sh").chmod(0o755)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield folder
-    dist.destroy_process_group()
+    return folder
 
 
 def play(folder, *does: str, timeout: float = 60.0):

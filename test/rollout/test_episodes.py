@@ -10,7 +10,6 @@ from urllib.error import HTTPError
 
 import pytest
 import torch
-import torch.distributed as dist
 from conversations import ARGUMENTS, ASKED, TOOLS, TURNS, Script, byte_tokenizer, environments, sampling_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +32,8 @@ from trainer.rollout.envs.one_episode import ENDS
 from trainer.rollout.micro_batches import SampleSet, collate_samples
 from trainer.rollout.rollouts_file import as_row, read_rollouts, sample_of
 from trainer.rollout.samples import Sample
+
+pytestmark = pytest.mark.usefixtures("world")
 
 
 class Calculator:
@@ -79,13 +80,6 @@ class Recorder:
         found = self.engine.generate(prompts, sampling, seeds, limits)
         self.calls += [(list(p), c.token_ids, limit) for p, c, limit in zip(prompts, found, limits, strict=True)]
         return found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 PROMPT = {"row": 0, "label": "5", "prompt_ids": [1], COLUMN + "sum": 5, COLUMN + "nested": [1]}

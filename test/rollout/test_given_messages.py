@@ -3,23 +3,17 @@
 import copy
 
 import pytest
-import torch.distributed as dist
 from conversations import ASKED, TOOLS, Script, byte_tokenizer, environments, sampling_of
 
 from trainer.errors import UserError
 from trainer.rollout.envs.environments import Step
 from trainer.rollout.envs.episodes import generate_episodes
 
+pytestmark = pytest.mark.usefixtures("world")
+
 SYSTEM, QUESTION = ASKED
 MORE, SUMMARY = {"role": "user", "content": "more"}, {"role": "user", "content": "so far: nothing"}
 STAY = "(allowed: only new messages, or a History, which replaces all)"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Keeper:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-import torch.distributed as dist
 from conversations import ASKED, TOOLS, TURNS, Script, byte_tokenizer, environments, sampling_of
 
 from trainer.datasets.batches.packing import IGNORE
@@ -17,6 +16,8 @@ from trainer.rollout.envs.long_answers import LongAnswers
 from trainer.rollout.envs.one_episode import ANSWER, DONE
 from trainer.rollout.micro_batches import SampleSet, collate_samples
 from trainer.rollout.rollouts_file import as_row, read_rollouts
+
+pytestmark = pytest.mark.usefixtures("world")
 
 SEARCH = [{"type": "function", "function": {"name": "search", "description": "Find texts.", "parameters": {}}}]
 FOR_AGENT = [{"role": "system", "content": "You search."}, {"role": "user", "content": "Find the rule of sums. " * 60}]
@@ -40,13 +41,6 @@ class Environment:
         history = {{2: {FOR_AGENT!r}, 3: {COMPACT!r}}}.get(self.turn)
         return (1.0, True) if self.turn == 4 else [{MORE!r}] if history is None else (History(history), 0.5)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from conversations import TURNS, Script, byte_tokenizer, environments, sampling_of
 from launch import ROOT
 
@@ -18,6 +17,8 @@ from trainer.rollout.envs.env_process import ProcessEnvironment
 from trainer.rollout.envs.environments import Source
 from trainer.rollout.envs.episodes import generate_episodes
 from trainer.rollout.envs.mcp_env import MCPServer, from_mcp
+
+pytestmark = pytest.mark.usefixtures("world")
 
 COMMAND = [sys.executable, f"{ROOT}/test/mcp_server.py"]
 SIMPLE = """
@@ -38,13 +39,6 @@ ENV_FILE = """
 from trainer.rollout.envs.mcp_env import from_mcp
 make_environment = from_mcp({command}, lambda task, answer: float(task["answer"] in answer))
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def right(task: dict, answer: str) -> float:

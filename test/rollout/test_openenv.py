@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("openenv", reason="openenv-core is not installed: scripts/check_openenv.sh")
 
-import torch.distributed as dist
 import uvicorn
 from conversations import TURNS, Script, byte_tokenizer, environments, sampling_of
 from fastmcp import FastMCP
@@ -29,6 +28,8 @@ from trainer.datasets.samples.prompts import COLUMN
 from trainer.errors import UserError
 from trainer.rollout.envs.episodes import generate_episodes
 from trainer.rollout.envs.openenv_env import from_openenv
+
+pytestmark = pytest.mark.usefixtures("world")
 
 OPEN, SEEDS, HEADERS = [], [], []  # of the servers: sessions that are open, seeds of resets, headers of requests
 
@@ -117,13 +118,6 @@ def served(env, action, observation):
     finally:
         server.should_exit = True
         thread.join()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
