@@ -138,21 +138,19 @@ def fixed_length(core, _, rollout: Rollout) -> tuple:
     return our_loss(rollout, "ppo", "fixed_length", dual_clip=DUAL), theirs
 
 
-def covariance_case(name: str, **their_options) -> Callable:
+def covariance_case(name: str, share: float) -> Callable:
     """On policy, where verl's log-probs of the update are the old ones of the choice. Its choice within the range is
     of all tokens here, so that it is not random."""
 
     def case(core, _, rollout: Rollout) -> tuple:
         rollout.old = rollout.new.detach()
-        share = next(value for key, value in their_options.items() if key.endswith("ratio"))
         options = SimpleNamespace(policy=losses.PolicyOptions(loss=name), cov_range=(0.1, 5.0), cov_share=share, seed=0)
-        chosen = torch.zeros_like(rollout.mask)
-        mask = rollout.mask
+        mask, chosen = rollout.mask, torch.zeros_like(rollout.mask)
         chosen[mask] = chosen_tokens(rollout.old[mask], rollout.advantages[mask], options, 0)
         if name == "clip_cov" and not chosen.any():
             return torch.zeros(2)
         config = SimpleNamespace(
-            clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=5.0, kl_cov_ratio=0.2, ppo_kl_coef=1.0
+            clip_cov_ratio=share, clip_cov_lb=0.1, clip_cov_ub=5.0, kl_cov_ratio=share, ppo_kl_coef=1.0
         )
         return our_loss(rollout, name, "token", chosen=chosen), their_loss(
             core, rollout, name, "token-mean", policy_loss=config
@@ -255,8 +253,8 @@ CASES: dict[str, Callable] = {
     "`gspo_token`": gspo,
     "`sapo`": loss_case("sapo", "sapo", "sequence"),
     "`cispo`": loss_case("cispo", "cispo", "token"),
-    "`clip_cov`": covariance_case("clip_cov", clip_cov_ratio=1.0),
-    "`kl_cov`": covariance_case("kl_cov", kl_cov_ratio=0.2),
+    "`clip_cov`": covariance_case("clip_cov", share=1.0),
+    "`kl_cov`": covariance_case("kl_cov", share=0.2),
     "`group_norm`": group_case("group_norm", "compute_grpo_outcome_advantage"),
     "`dr_grpo`": group_case("dr_grpo", "compute_grpo_outcome_advantage", norm_adv_by_std_in_grpo=False),
     "`rloo`": group_case("rloo", "compute_rloo_outcome_advantage"),
@@ -288,7 +286,7 @@ def largest(modules: tuple, case: Callable) -> tuple[float, float | None]:
     """The largest differences of values and of gradients over all inputs."""
     values, gradients = 0.0, None
     for number in range(INPUTS):
-        results, found = case(*modules, rollout := Rollout.random(number)), []
+        results = case(*modules, rollout := Rollout.random(number))
         values = max(values, difference(*(result.detach() for result in results)))
         if all(result.requires_grad for result in results):
             found = [torch.autograd.grad(result.sum(), rollout.new, retain_graph=True)[0] for result in results]

@@ -13,8 +13,8 @@ FULL = 0.5  # a difference of log-probs that has the full colour
 STYLE = """body{font:15px sans-serif;max-width:60em;margin:2em auto}pre{white-space:pre-wrap;font:13px monospace;
 border:1px solid #ccc;padding:.6em}.p{color:#777}.e{color:#06c}table{border-collapse:collapse}td{padding:0 1em 0 0}"""
 KEY = (
-    "Grey is the prompt, blue is the environment. A line is where a new history begins. The rest was generated. The redder a token, the more the log-probs of the "
-    "rollout engine and of training differ. Point at a token to see both, and its advantage."
+    "Grey is the prompt, blue is the environment. A line is where a new history begins. The rest was generated. The redder a "
+    "token, the more the log-probs of the rollout engine and of training differ. Point at a token to see both, and its advantage."
 )
 
 
