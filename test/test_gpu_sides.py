@@ -34,7 +34,7 @@ from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.on_vllm import vllm
 from trainer.rollout.engines.on_vllm.vllm import VLLMEngine
 from trainer.runs import run_setup
-from trainer.runs.features import precompute
+from trainer.runs.features import reference
 from trainer.runs.rl import rl_engines
 from trainer.runs.run_setup import kernels_line, set_up, set_up_gpu
 from trainer.training import loop
@@ -206,10 +206,7 @@ def test_vllm_needs_a_gpu_for_each_rank(calls, monkeypatch):
 
 
 def test_the_server_of_vllm_takes_its_share_of_a_gpu(calls):
-    args = SimpleNamespace(
-        param_dtype="bf16", pretrain="model", host="h", port=1, max_len=64, tensor_parallel_size=1,
-        trust_remote_code=False, gpu_memory_utilization=0.7,
-    )  # fmt: skip
+    args = serve_engine.EngineArguments(pretrain="model", max_len=64, gpu_memory_utilization=0.7)
     flags = serve_engine.server_flags(args)
     assert (
         flags[-4:] == ["--gpu-memory-utilization", "0.7", "--moe-backend", "triton"] and "--enforce-eager" not in flags
@@ -253,14 +250,32 @@ def test_engines_give_the_gpu_back_while_training(calls):
     assert [p.untyped_storage().nbytes() for p in model.parameters()] == [24, 8]  # update_weights fills them
     assert calls.found == [("empty_cache",)] * 2
     calls.found.clear()
+
+
+@pytest.mark.parametrize("update, answer", [("update_weights", ("sum", 8)), ("update_slices", ({}, 8))])
+def test_vllm_drops_its_weights_and_wakes_its_cache_behind_the_next_sync(calls, monkeypatch, update, answer):
+    """The tensors of a sync need room, so the cache must not have it yet. The weights are renewed by the sync, whole."""
     engine = VLLMEngine.__new__(VLLMEngine)
-    engine.device, engine._sleeping = CARD, False
-    engine._llm = SimpleNamespace(
-        sleep=lambda level: calls.found.append(("sleep", level)), wake_up=lambda: calls.found.append(("wake_up",))
+    engine.device, engine._asleep, engine.slices, engine.ranks_per_engine, engine.dtype = (
+        CARD,
+        [],
+        None,
+        1,
+        torch.bfloat16,
     )
+    engine._llm = SimpleNamespace(
+        sleep=lambda level: calls.found.append(("sleep", level)),
+        wake_up=lambda tags: calls.found.append(("wake_up", *tags)),
+        apply_model=lambda function: calls.found.append(("update",)) or [answer],
+    )
+    monkeypatch.setattr(vllm, "checksum_of_slices", lambda *sums: "sum")
+    getattr(engine, update)([])  # the first sync of a run: nothing sleeps
     for act in (engine.sleep, engine.sleep, engine.wake, engine.wake):  # twice is once
         act()
-    assert calls.found == [("sleep", 1), ("wake_up",)]
+    assert getattr(engine, update)([]) == ("sum", 8)
+    engine.sleep()
+    woken = [("sleep", 2), ("wake_up", "weights"), ("update",), ("wake_up", "kv_cache"), ("sleep", 2)]
+    assert calls.found == [("update",), *woken]
 
 
 def test_ranks_on_one_gpu_share_its_memory_in_a_plan(calls, monkeypatch):
@@ -277,9 +292,9 @@ def test_the_memory_of_a_reference_is_free_before_the_policy_trains(calls, tmp_p
     calls.note(torch.cuda, "empty_cache")
     calls.note(dist, "get_world_size", 1)
     setup = SimpleNamespace(strategy=SimpleNamespace(device=CARD, is_rank_0=lambda: True), folder=str(tmp_path))
-    parts = {"args": SimpleNamespace(), "reference": (str(tmp_path), None)}
+    parts = {"args": SimpleNamespace(), "references": [(str(tmp_path), None)]}
     run = SimpleNamespace(setup=setup, samples=None, eval_samples=None, **parts)
-    precompute.add_log_probs(run)
+    reference.add_log_probs(run)
     assert run.samples is None
     assert calls.found[-1] == ("empty_cache",)
 

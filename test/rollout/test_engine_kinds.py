@@ -5,13 +5,12 @@ their decoding, too (half an hour).
 """
 
 import json
-import os
 import shutil
 
 import pytest
 import torch
 import transformers
-from launch import read_steps, train_many
+from launch import FULL, read_steps, train_many
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.datasets.demos.demo import make_demo
@@ -67,7 +66,7 @@ CONFIGS = {
 }  # fmt: skip
 UNCACHED = {"nemotron_h", "falcon_h1-norm", "recurrent_gemma", "mamba2", "deepseek_v32"}
 CASES = [(kind, False) for kind in CONFIGS]
-if os.environ.get("PARITY") == "full":
+if FULL:
     CASES += [(kind, True) for kind in CONFIGS if kind not in UNCACHED]
 # one is shorter than the convolutions, one longer than the windows and chunks; two are equal
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11], list(range(40, 62)), [5, 6, 7]]

@@ -51,6 +51,9 @@ class Words:
     def decode(self, ids, skip_special_tokens=False):
         return " ".join(map(str, ids))
 
+    def convert_ids_to_tokens(self, ids):
+        return [str(id) for id in ids]
+
 
 def whole_rollout(num_ranks: int) -> list:
     prompts = [{"prompt_ids": [7] * (20 + n), "row": n, "label": str(n)} for n in range(num_ranks * EACH // GROUP)]

@@ -90,6 +90,15 @@ def answers(port: int) -> bool:
     return False
 
 
+def cached(url: str, mark: str) -> int:
+    """How many tokens of a prompt the server had read before, for requests with this mark."""
+    body = {"token_ids": [*range(5, 205)], "sampling_params": {"max_tokens": 1}, "cache_salt": mark}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/inference/v1/generate", json.dumps(body).encode(), headers)
+    usage = json.loads(urllib.request.urlopen(request, timeout=60).read())["usage"]
+    return (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+
+
 def kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -105,6 +114,14 @@ def flags(folder, name: str, *more: str) -> list[str]:
     return ["train_ppo", *line, "--output_dir", str(folder / name), *more]
 
 
+def long_prompts(folder) -> list[dict]:
+    """Prompts of more than 128 tokens, a block of the cache that a server keeps of prompts."""
+    rows = [json.loads(line) for line in (folder / "demo/prompts.jsonl").read_text().splitlines()[:8]]
+    for row in rows:
+        row["messages"][0]["content"] = ((row["messages"][0]["content"] + " ") * 80)[:500]
+    return rows
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Two ranks with one server and without, then one rank that trains while its server generates, and the replay; then
@@ -113,16 +130,23 @@ def runs(tmp_path_factory):
     make_demo(str(folder / "demo"))
     (folder / "reward.py").write_text(REWARD)
     (folder / "killing.py").write_text(KILLING)
+    (folder / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long_prompts(folder)))
     url, other = (f"http://127.0.0.1:{number}" for number in (port, second))
     server = ["--rollout_engine", "vllm_server", "--engine_urls", url]
     cut = ["--top_k", "20", "--top_p", "0.95", "--min_p", "0.001"]
+    long = ["--dataset", f"{folder}/long.jsonl", "--prompt_max_len", "240", "--num_episodes", str(STEPS)]
     frozen = ["--rollouts_from", f"{folder}/ahead/rollouts.jsonl"]
     with serving(folder, port, second) as (_, victim):
+        (folder / "cached.json").write_text(json.dumps([cached(url, mark) for mark in ("one", "one", "two")]))
         asked = {"pid": victim.pid, "command": command_of(folder, second), "url": other}
         (folder / "second.json").write_text(json.dumps(asked))
         train_many(
             2,
-            [flags(folder, "server", *server), flags(folder, "cut", *server, *cut)],
+            [
+                flags(folder, "server", *server),
+                flags(folder, "cut", *server, *cut),
+                flags(folder, "long", *server, *long),
+            ],
             folder,
             timeout=300,
             launch=torchrun,
@@ -168,6 +192,17 @@ def test_a_server_draws_the_samples_of_the_engine_inside(runs, name):
         assert row["rollout_logprob_diff_max"] < 1e-4, "the server has other weights than training"
     checksums = [row["weights_checksum"] for row in read_rows(folder / name) if "loss" in row]
     assert len(set(checksums)) == STEPS
+
+
+def test_a_server_reads_a_prompt_once_and_again_with_new_weights(runs):
+    """Two samples of a prompt need one reading. Each rollout has the same prompts, under other weights."""
+    folder, _ = runs
+    first, again, other = json.loads((folder / "cached.json").read_text())
+    assert first == other == 0 < 128 <= again, "tokens of a prompt of 200 that the server had read before"
+    first, *_, last = read_rollouts(f"{folder}/long/rollouts.jsonl")
+    assert {tuple(sample.prompt_ids) for sample in first} == {tuple(sample.prompt_ids) for sample in last}
+    assert min(len(sample.prompt_ids) for sample in first) > 129
+    assert all(row["rollout_logprob_diff_max"] < 1e-4 for row in read_steps(folder / "long"))
 
 
 def test_a_server_that_dies_and_one_that_is_back_change_no_sample(runs):

@@ -4,6 +4,7 @@ python -m trainer.cli.serve_engine --pretrain MODEL --port 8001 --max_len 2048
 """
 
 import importlib.util
+import json
 import multiprocessing
 import os
 import sys
@@ -39,6 +40,9 @@ class EngineArguments(ListenArguments):
     param_dtype: Literal["bf16", "fp32"] = arg("bf16", "compute dtype, that of the trainer")
     gpu_memory_utilization: float = arg(
         0.9, "CUDA: share of the GPU memory for weights and cache", type="PositiveFloat"
+    )
+    speculative_tokens: int = arg(
+        0, "tokens that are drafted from the text so far and then checked; 0: none", type="NonNegativeInt"
     )
     trust_remote_code: bool = arg(False, "run Python code that comes with the model or tokenizer")
 
@@ -96,7 +100,7 @@ def server_flags(args: EngineArguments) -> list[str]:
     """The flags of `vllm serve`."""
     import torch  # --help does not need it, nor what follows
 
-    from trainer.rollout.engines.on_vllm.vllm_cpu import cpu_cache_bytes
+    from trainer.rollout.engines.on_vllm.vllm_cpu import cpu_cache_bytes, drafts_from_the_text
 
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[args.param_dtype]
     flags = [
@@ -113,7 +117,10 @@ def server_flags(args: EngineArguments) -> list[str]:
     flags += ["--worker-extension-cls", WORKER, "--enable-scale-out", "--generation-config", "vllm", "--seed", "0"]
     flags += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     flags += ["--middleware", GUARD]  # vLLM's own key guards only some paths
-    flags += ["--no-enable-prefix-caching"]  # a cache would belong to older weights
+    flags += ["--enable-prefix-caching"]  # requests name the weights that an entry is of, see VLLMServerEngine
+    flags += ["--enable-prompt-tokens-details"]  # answers say how much of a prompt was in the cache
+    if args.speculative_tokens:
+        flags += ["--speculative-config", json.dumps(drafts_from_the_text(args.speculative_tokens))]
     if args.trust_remote_code:
         flags += ["--trust-remote-code"]
     if torch.cuda.is_available():

@@ -171,6 +171,11 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         raise Redirected(f"status {code} redirects to {newurl[:200]}, which is not followed; give that address itself")
 
 
+def get_json(url: str, timeout: float, key: Optional[str] = None, **sizes: int) -> Any:
+    """The JSON of the answer to a GET. `sizes` and errors are those of `post_json`."""
+    return post_json(url, None, timeout, key, **sizes)
+
+
 def post_json(
     url: str,
     body: Any,
@@ -179,7 +184,7 @@ def post_json(
     max_bytes: Optional[int] = None,
     max_values: Optional[int] = None,
 ) -> Any:
-    """The JSON of the answer to a POST of `body`. `timeout` is for the whole exchange, in seconds.
+    """The JSON of the answer to a POST of `body`; without one, to a GET. `timeout` is for the whole exchange, in seconds.
 
     Raises:
         TimeoutError: the whole answer did not come in time, however slowly its parts came.
@@ -188,7 +193,7 @@ def post_json(
         OSError, http.client.HTTPException: as urllib. A redirect is refused.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     most, watched = answer_bytes() if max_bytes is None else max_bytes, _Watched(timeout)
     try:
         with watched.opener.open(urllib.request.Request(url, data, headers), timeout=timeout) as answer:

@@ -1,1 +1,1 @@
-"""Who generates: the hf engine, vLLM (`on_vllm/`), and weight sync."""
+"""Who generates: the hf engine, vLLM (`on_vllm/`), servers of vLLM and SGLang, and weight sync."""

@@ -1,6 +1,7 @@
 """Who generates in a run of RL: the engine, the thread of --max_staleness, the environments."""
 
 import functools
+import hashlib
 import logging
 import os
 import warnings
@@ -15,11 +16,14 @@ from trainer.datasets.samples.prompts import COLUMN
 from trainer.distributed.collectives import wait_for_all
 from trainer.errors import UserError
 from trainer.metrics import counted
-from trainer.model_folders.model_folder import read_config
+from trainer.model_folders.model_folder import read_config, unwrapped
+from trainer.model_folders.model_writer import in_hub_format
 from trainer.rollout.asynchronous import Pace, RolloutsAhead
 from trainer.rollout.engines.decoding import UncachedRows
 from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.on_vllm.vllm_server import VLLMServerEngine
+from trainer.rollout.engines.servers import ServerEngine
+from trainer.rollout.engines.sglang_server import SGLangServerEngine
 from trainer.rollout.envs.container import words_of
 from trainer.rollout.envs.env_process import ProcessEnvironment, check_sandbox
 from trainer.rollout.envs.environments import SPARE_SECONDS, Caller, Source, load_environment, read_sources
@@ -57,12 +61,30 @@ def hf_engine(run, options: dict) -> HFEngine:
     return engine
 
 
-def server_engine(run, options: dict) -> VLLMServerEngine:
-    """Servers of vLLM, of any number and with a dtype of their own."""
+def vllm_servers(run, options: dict) -> VLLMServerEngine:
+    """Servers of `serve_engine`."""
+    return server_engine(run, VLLMServerEngine, options)
+
+
+def sglang_servers(run, options: dict) -> SGLangServerEngine:
+    """Servers of SGLang. They read the weights under the names of published models."""
+    model, args, dtype = unwrapped(run.model), run.args, options["dtype"]
+    own = hashlib.blake2b(os.path.abspath(run.output_dir).encode(), digest_size=4).hexdigest()  # no other run's folder
+    options |= {"folder": os.path.join(args.rollout.sync_folder or run.output_dir, f"engine_weights-{own}")}
+    options |= {"published": lambda tensors: in_hub_format(model, tensors, dtype)}
+    engine = server_engine(run, SGLangServerEngine, options)
+    if not engine.are_seeded:
+        text = "not all servers have --enable-deterministic-inference, so --seed does not decide the samples"
+        run.setup.strategy.print(f"WARNING: {text}")
+    return engine
+
+
+def server_engine(run, kind: type, options: dict) -> ServerEngine:
+    """Servers of any number and with a dtype of their own."""
     trained, key = options.pop("dtype"), run.args.rollout.engine_api_key
     config = read_config(run.setup.folder, run.setup.trust_remote_code)
     options |= {"max_len": run.setup.longest, "vocab_size": config.get_text_config().vocab_size}
-    engine = VLLMServerEngine(server_urls(run), **options, key=read_key("--engine_api_key", key) if key else None)
+    engine = kind(server_urls(run), **options, key=read_key("--engine_api_key", key) if key else None)
     if engine.dtype != trained:
         run.setup.strategy.print(f"rollout servers compute in {engine.dtype}, and training in {trained}")
     wait_for_all()  # a server that waits for weights of a quick rank would not answer a slow one
@@ -85,7 +107,8 @@ def vllm_engine(run, options: dict):
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(logging.ERROR)  # it already logs while it is imported
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    os.environ.setdefault("RANK", "0")  # vLLM reads it even if torchrun did not start the process
+    for name in ("RANK", "LOCAL_RANK"):  # vLLM reads them even if torchrun did not start the process
+        os.environ.setdefault(name, "0")
     # vLLM is an extra, and reads the variables above when it is imported
     from trainer.rollout.engines.on_vllm.vllm import VLLMEngine
 
@@ -97,10 +120,11 @@ def vllm_engine(run, options: dict):
         trust_remote_code=args.model.trust_remote_code,
         max_len=setup.longest,
         tp_size=engine_tp_size(args),
+        speculative_tokens=args.rollout.speculative_tokens,
     )
 
 
-ENGINES = {"hf": hf_engine, "vllm": vllm_engine, "vllm_server": server_engine}
+ENGINES = {"hf": hf_engine, "vllm": vllm_engine, "vllm_server": vllm_servers, "sglang": sglang_servers}
 
 
 def rollouts_ahead(run) -> RolloutsAhead:
@@ -123,7 +147,7 @@ def rollouts_ahead(run) -> RolloutsAhead:
     options = {"seed": args.batch.seed, "group_size": args.rollout.n_samples_per_prompt}
     if roles.environment is not None:
         options["generate"] = functools.partial(continue_episodes, roles.environment)
-    if args.rollout.rollout_engine == "vllm_server":
+    if args.rollout.engine_urls:
         options |= {"num_servers": len(server_urls(run)), "whole_batches": args.environment.env_lockstep}
         return QueuedRollouts(roles.engine, score_mine, pace, sampling, **options)
     return RolloutsAhead(roles.engine, score_mine, pace, sampling, **options)

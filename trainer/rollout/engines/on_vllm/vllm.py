@@ -14,8 +14,10 @@ from trainer.distributed.weight_slices import Slices
 from trainer.errors import UserError
 from trainer.model_folders.model_folder import quantization
 from trainer.rollout.engines.on_vllm.vllm_cpu import (
+    check_drafts_by_their_own_settings,
     communicate_by_gloo,
     cpu_cache_bytes,
+    drafts_from_the_text,
     keep_plain_weights,
     use_plain_embeddings,
 )
@@ -41,6 +43,7 @@ class VLLMEngine:
         max_len: int,
         tp_size: int = 1,
         gpu_memory_utilization: float = 0.5,
+        speculative_tokens: int = 0,
         trust_remote_code: bool = False,
         images_of: Callable[[Sequence], dict] | None = None,
         processor=None,
@@ -58,7 +61,8 @@ class VLLMEngine:
         self.ranks_per_engine, self.dtype, self.device = tp_size, dtype, device
         self.sync_facts: dict[str, float] = {}  # it has no more than `sync_weights` has
         self.slices: Slices | None = None  # what each rank needs, once a first update has proven it
-        self._sleeping, self._rng_devices = False, [device] if device.type == "cuda" else []
+        self._asleep: list[str] = []  # vLLM's tags of memory that it has given back
+        self._rng_devices = [device] if device.type == "cuda" else []
         if device.type == "cuda":
             # vLLM itself decides how many sequences it serves at a time: its cache takes all the memory that it gets
             options = {"enable_sleep_mode": True, "gpu_memory_utilization": gpu_memory_utilization}
@@ -68,6 +72,10 @@ class VLLMEngine:
             options = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "max_num_seqs": batch_size}
             keep_plain_weights()
             communicate_by_gloo()
+            check_drafts_by_their_own_settings()
+        if speculative_tokens:
+            options["speculative_config"] = drafts_from_the_text(speculative_tokens)
+            options["disable_log_stats"] = False  # for `draft_counts`
         # vLLM seeds torch's generators, which training uses, and it tries its model while it starts
         with torch.random.fork_rng(self._rng_devices), _as_vllm_needs(self.device):
             self._llm = _start(
@@ -98,6 +106,7 @@ class VLLMEngine:
         Raises RuntimeError if the engine does not then contain, bit for bit, the tensors that came.
         """
         [result] = self._llm.apply_model(lambda model: load_checked(model, tensors, self.dtype))
+        self._wake("kv_cache")
         # from here on it is known that vLLM's loader takes the same slices as `weight_parts`
         if self.slices is None and self.ranks_per_engine > 1:
             [parts] = self._llm.apply_model(weight_parts)
@@ -111,18 +120,23 @@ class VLLMEngine:
         """
         slices, size = self.slices, self.ranks_per_engine
         [(sums, num_bytes)] = self._llm.apply_model(lambda model: load_slices(model, tensors, slices, size))
+        self._wake("kv_cache")
         return checksum_of_slices(sums, self.ranks_per_engine, self.device), num_bytes
 
     def sleep(self) -> None:
-        """Free the accelerator's memory for training: weights go to the host, and the cache is dropped."""
-        if self.device.type == "cuda" and not self._sleeping:
-            self._llm.sleep(level=1)
-            self._sleeping = True
+        """Free the accelerator's memory for training: weights and cache are dropped. The next sync sends all weights."""
+        if self.device.type == "cuda" and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep = ["weights", "kv_cache"]
 
     def wake(self) -> None:
-        if self._sleeping:
-            self._llm.wake_up()
-            self._sleeping = False
+        """Make room for the weights of a sync. The cache gets its room behind the sync, whose tensors need some too."""
+        self._wake("weights")
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            self._llm.wake_up(tags=[tag])
+            self._asleep.remove(tag)
 
     def generate(
         self,
@@ -145,6 +159,11 @@ class VLLMEngine:
         with torch.random.fork_rng(self._rng_devices), _as_vllm_needs(self.device):
             outputs = self._outputs(requests, params, images)
         return [_completion(output.outputs[0], sampling.gives_sets) for output in outputs]
+
+    def draft_counts(self) -> dict[str, int]:
+        """How many tokens were drafted since the start, and how many of them were accepted."""
+        names = {"vllm:spec_decode_num_draft_tokens": "drafted", "vllm:spec_decode_num_accepted_tokens": "accepted"}
+        return {names[one.name]: int(one.value) for one in self._llm.get_metrics() if one.name in names}
 
     def _outputs(self, requests: list[dict], params: list, images: Sequence[tuple]) -> list:
         if not images:

@@ -1,4 +1,4 @@
-"""vLLM on CPU: the size of its cache, and what it must not do to weights that change or to groups of ranks."""
+"""vLLM on CPU: the size of its cache, what it must not do to weights that change or to groups of ranks, and its drafts."""
 
 import torch
 from transformers import AutoConfig
@@ -47,3 +47,32 @@ def use_plain_embeddings(model: torch.nn.Module) -> None:
     for module in model.modules():
         if "cpu_linear" in vars(module):
             module.cpu_linear = torch.nn.functional.linear
+
+
+def check_drafts_by_their_own_settings() -> None:
+    """Let vLLM 0.32 on CPU check drafts at the temperature, top_k and top_p of their requests.
+
+    Its kernel writes these into a copy that is lost, so drafts are checked by numbers that are left in memory. It also
+    cuts off tokens of no drafts, which ends in an error.
+    """
+    from vllm.v1.sample import rejection_sampler  # vllm is an extra
+
+    cut = rejection_sampler.apply_top_k_top_p
+    rejection_sampler.expand_batch_to_tokens = for_each_draft
+    rejection_sampler.apply_top_k_top_p = lambda logits, k, p: cut(logits, k, p) if len(logits) else logits
+
+
+def for_each_draft(values: torch.Tensor, ends: torch.Tensor, count: int, replace_from=0, replace_to=0) -> torch.Tensor:
+    """The value of a request for each of its drafts. Values [a, b] and ends [2, 5] give [a, a, b, b, b]."""
+    values = torch.where(values == replace_from, replace_to, values).to(values.dtype)
+    return values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=count)
+
+
+def drafts_from_the_text(num_tokens: int) -> dict:
+    """vLLM's `speculative_config`: the tokens that followed the last one to three tokens earlier in the text."""
+    return {
+        "method": "ngram",
+        "num_speculative_tokens": num_tokens,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }

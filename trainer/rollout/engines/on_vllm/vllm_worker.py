@@ -11,7 +11,12 @@ from typing import Optional
 import torch
 from vllm.platforms import current_platform
 
-from trainer.rollout.engines.on_vllm.vllm_cpu import communicate_by_gloo, keep_plain_weights, use_plain_embeddings
+from trainer.rollout.engines.on_vllm.vllm_cpu import (
+    check_drafts_by_their_own_settings,
+    communicate_by_gloo,
+    keep_plain_weights,
+    use_plain_embeddings,
+)
 from trainer.rollout.engines.on_vllm.vllm_experts import check_experts
 from trainer.rollout.engines.on_vllm.vllm_weights import load_checked
 from trainer.rollout.engines.weight_stream import WeightStream
@@ -53,4 +58,5 @@ class WeightReceiver:
 if current_platform.is_cpu():
     keep_plain_weights()
     communicate_by_gloo()
+    check_drafts_by_their_own_settings()
     torch.compiler.set_stance("force_eager")  # vLLM's function that ranks log-probs would take a C++ compiler a minute
