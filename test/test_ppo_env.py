@@ -43,6 +43,12 @@ LOSSY = TALKER.replace(
     "        self.turn += 1\n",
     "        self.turn += 1\n        if len(response) % 3 == 0:\n            raise ConnectionResetError('gone')\n",
 )
+# another part of the score: 1 for some episodes that came to their ends, if all of their group are there
+EVEN = """
+def reward_func(prompts, responses, labels, finished, groups):
+    rows = zip(responses, finished, groups)
+    return [groups.count(group) / 4 if done and len(text) % 2 == 0 else None for text, done, group in rows]
+"""
 GAMMA = 0.9
 TURNS = ["--advantage_estimator", "reinforce", "--gamma", str(GAMMA), "--turn_rewards"]
 GROUP = ["--advantage_estimator", "group_norm", "--loss_agg", "token"]
@@ -54,6 +60,7 @@ def folder(tmp_path_factory):
     make_demo(str(folder / "demo"))
     (folder / "talker.py").write_text(TALKER)
     (folder / "lossy.py").write_text(LOSSY)
+    (folder / "even.py").write_text(EVEN)
     takes_turns = "class Environment:\n    def __init__(self, turns):\n        self.turns = turns\n\n"
     short = TALKER.replace("class Environment:\n", takes_turns).replace("== 3", "== self.turns")
     (folder / "short.py").write_text(short)
@@ -151,6 +158,7 @@ def test_layouts_replay_and_resume(folder):
         "chosen": ["--dataset", f"{folder}/chosen.jsonl", "--env_key", "kind", "--env_last_turn_text", "Last turn."],
         "turns": [*TURNS, "--max_steps", "1"],
         "turns-zero1-tp2": [*TURNS, "--backend", "deepspeed", "--zero_stage", "1", *tp2, "--max_steps", "1"],
+        "scored": [*TURNS, "--reward_func", f"{folder}/even.py", "--reward_weights", "0.5", "--max_steps", "1"],
         "gae": ["--advantage_estimator", "gae", "--critic_learning_rate", "1e-3", "--max_steps", "2"],
     }
     runs["lossy-lockstep"].append("--env_lockstep")
@@ -189,12 +197,17 @@ def test_layouts_replay_and_resume(folder):
         assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in first], abs=1e-5), name
         assert [row["grad_norm"] for row in found] == pytest.approx([row["grad_norm"] for row in first], rel=1e-4), name
     assert len(read_steps(folder / "gae")) == 2
-    for name in ("turns", "turns-zero1-tp2"):
+    for name in ("turns", "turns-zero1-tp2", "scored"):
         [step] = read_steps(folder / name)
         rows = [json.loads(line) for line in (folder / name / "rollouts.jsonl").read_text().splitlines()]
-        assert all(row["score"] == sum(row["turn_rewards"]) for row in rows) and any(row["score"] for row in rows)
+        assert all(row["score"] == pytest.approx(sum(row["turn_rewards"])) for row in rows)
+        assert any(row["score"] for row in rows)
         loss, norm = plain_first_step(folder, rows, of_turns)
         assert step["loss"] == pytest.approx(loss, abs=1e-5) and step["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    added = [row["score"] - row["metrics"]["env"] for row in rows]
+    assert added == pytest.approx([0.5 * row["metrics"].get("even", 0.0) for row in rows])
+    assert {row["metrics"].get("even") for row in rows} == {None, 1.0}
+    assert step["reward"] == pytest.approx(step["reward_env"] + statistics.fmean(added))
     rows = [json.loads(line) for line in (folder / "chosen/rollouts.jsonl").read_text().splitlines()]
     for row in rows:
         most = (3, 2)[row["row"] % 2]
@@ -232,7 +245,7 @@ def test_an_environment_that_fails_ends_the_run_with_a_checkpoint(folder):
 @pytest.mark.parametrize(
     "error, more",
     [
-        ("--env .* with --reward_func: ", ["--reward_func", "math", "--label_key", "label"]),
+        ("--env .* with --remote_rm_url: ", ["--remote_rm_url", "http://127.0.0.1:1"]),
         (
             "--env_max_turns 3 without --env: ",
             ["--env", "", "--reward_func", "exact_match", "--label_key", "label", "--env_max_turns", "3"],

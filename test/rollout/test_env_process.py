@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from conversations import TURNS, Script, byte_tokenizer, environments, sampling_of
 
 from trainer import limits
@@ -58,13 +57,11 @@ RIGHT = {"row": 0, "label": None, "prompt_ids": [1], COLUMN + "nested": [1, {"a"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, world):
     folder = tmp_path_factory.mktemp("env_process")
     files = f"task_file, port_file = {str(folder / 'pid')!r}, {str(folder / 'port')!r}\n"
     (folder / "env.py").write_text(files + ENVIRONMENT)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield folder
-    dist.destroy_process_group()
+    return folder
 
 
 def play(folder, *does: str, inside: bool = True, timeout: float = 20.0, made: list | None = None):

@@ -27,10 +27,11 @@ from trainer.planning.idle_share import simulated
 from trainer.planning.plan_engines import message_bytes
 from trainer.planning.plan_memory import sizes_of
 from trainer.rollout.asynchronous import Pace
-from trainer.rollout.engines.on_vllm import vllm_server
-from trainer.rollout.engines.on_vllm.vllm_server import LostServer, VLLMServerEngine, _kept
+from trainer.rollout.engines import servers as server_engines
+from trainer.rollout.engines.on_vllm.vllm_server import VLLMServerEngine, _kept
 from trainer.rollout.engines.routing import Router, send_to_each
 from trainer.rollout.engines.sampling import Sampling
+from trainer.rollout.engines.servers import LostServer
 from trainer.rollout.episode_queue import QueuedRollouts, SharedGroups
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.rollout.rollouts_file import read_rollouts
@@ -144,19 +145,11 @@ def test_simulated_idle_shares_are_those_counted_by_hand():
 # --- the engine of one rank
 
 
-@pytest.fixture
-def one_rank(monkeypatch):
-    monkeypatch.setattr(limits, "_raised", {})
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def engine_of(*servers: FakeServer) -> VLLMServerEngine:
     return VLLMServerEngine([s.url for s in servers], device=torch.device("cpu"), batch_size=4, max_len=64)
 
 
-def test_servers_of_other_sizes_share_the_requests_and_get_the_weights_in_one_pass(one_rank, capsys):
+def test_servers_of_other_sizes_share_the_requests_and_get_the_weights_in_one_pass(world, capsys):
     servers = [FakeServer(seconds=0.01, workers=workers) for workers in (1, 2, 1)]
     engine, weights = engine_of(*servers), [("w", torch.arange(6.0)), ("v", torch.ones(2, 3))]
     checksum, num_bytes = engine.update_weights(iter(weights))
@@ -181,13 +174,13 @@ def test_servers_of_other_sizes_share_the_requests_and_get_the_weights_in_one_pa
         engine.generate(prompts, SAMPLING, seeds)
 
 
-def test_servers_have_one_dtype_of_their_own(one_rank):
+def test_servers_have_one_dtype_of_their_own(world):
     assert engine_of(FakeServer("bfloat16"), FakeServer("bfloat16")).dtype == torch.bfloat16
     with pytest.raises(UserError, match=r"computes in bfloat16, .* computes in float32"):
         engine_of(FakeServer("bfloat16"), FakeServer("float32"))
 
 
-def test_a_wrong_answer_costs_its_request_and_another_server_answers(one_rank, capsys):
+def test_a_wrong_answer_costs_its_request_and_another_server_answers(world, capsys):
     bad, good = FakeServer(), FakeServer()
     right = bad.answer
     engine = engine_of(bad, good)
@@ -210,9 +203,9 @@ def test_a_wrong_answer_costs_its_request_and_another_server_answers(one_rank, c
     assert "an answer of a wrong form" in capsys.readouterr().out
 
 
-def test_a_refusal_of_one_server_is_no_refusal_of_all(one_rank, monkeypatch):
+def test_a_refusal_of_one_server_is_no_refusal_of_all(world, monkeypatch):
     servers, closed = [FakeServer(), FakeServer()], set()
-    engine, ask = engine_of(*servers), vllm_server.post_json
+    engine, ask = engine_of(*servers), server_engines.post_json
     engine.update_weights(weights_of())
 
     def refusing(url: str, *values, **named):
@@ -220,7 +213,7 @@ def test_a_refusal_of_one_server_is_no_refusal_of_all(one_rank, monkeypatch):
             raise urllib.error.HTTPError(url, 403, "no such method", None, None)
         return ask(url, *values, **named)
 
-    monkeypatch.setattr(vllm_server, "post_json", refusing)
+    monkeypatch.setattr(server_engines, "post_json", refusing)
     closed.add(servers[0])
     assert len(engine.generate([[n] for n in range(8)], SAMPLING, range(8))) == len(servers[1].asked) == 8
     closed.add(servers[1])
@@ -239,7 +232,7 @@ def prompts_of(count: int) -> PromptOrder:
 
 
 @pytest.mark.parametrize("way", ["lockstep", "ahead"])
-def test_no_server_for_too_long_is_the_error_of_the_server(one_rank, monkeypatch, way):
+def test_no_server_for_too_long_is_the_error_of_the_server(world, monkeypatch, way):
     monkeypatch.setitem(limits._raised, "engine_wait_s", 1)
     server, began, calls = FakeServer(), time.monotonic(), []
     engine, strategy = engine_of(server), SimpleNamespace(iter_full_params=weights_of, print=print)
@@ -265,7 +258,7 @@ def test_no_server_for_too_long_is_the_error_of_the_server(one_rank, monkeypatch
     assert 1 <= time.monotonic() - began < 10
 
 
-def test_a_free_slot_takes_the_next_sample_at_once(one_rank):
+def test_a_free_slot_takes_the_next_sample_at_once(world):
     """A response that lasts until many others have ended holds up no other, also of the next rollouts. The same tokens come."""
     rollouts, slots, others = 5, 8, 60
 

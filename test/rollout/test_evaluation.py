@@ -132,6 +132,9 @@ def test_evaluate_says_what_failed_and_what_is_not_read_as_meant():
     failed, outside = notes_of(samples, None)
     assert failed == "warning: 1 of 3 samples failed and are left out: u: 503"
     assert outside.startswith("warning: 2 of 3 scores are not from 0 to 1, which pass_at_1 take")
+    graded = [Sample(n, n, [1], [2], [0.0], True, None, score) for n, score in enumerate([0.9, 0.1])]
+    assert notes_of(graded, None)[0].startswith("warning: the best of 2 scores is 0.9, but pass_at_1 take 1 for right")
+    assert not notes_of(graded, (0.0, 0.9))
     assert notes_of(samples[:2], (-1, 2)) == notes_of(samples[1:2], None) == []
 
 

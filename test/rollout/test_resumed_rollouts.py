@@ -6,7 +6,6 @@ import math
 import os
 
 import pytest
-import torch.distributed as dist
 from datasets import Dataset
 
 from trainer.methods.ppo_state import EntropyCoef, PPOOptions, RLState
@@ -18,11 +17,7 @@ from trainer.rollout.samples import Sample
 PROMPTS, BATCH, GROUP, FIRST = 12, 2, 2, 3
 
 
-@pytest.fixture(autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def run_state(curriculum: str = "none", origin: str = "a") -> RLState:
@@ -165,8 +160,9 @@ def test_the_origin_is_of_all_that_decides_samples(tmp_path):
     model.mkdir()
     (model / "weights").write_text("1")
     flags = {"temperature": 1.0, "reward_func": f"math, {reward}:score", "dataset": str(data), "pretrain": str(model)}
-    flags |= {"output_dir": "a", "load_checkpoint": None, "stop": ""}
+    flags |= {"output_dir": "a", "load_checkpoint": None, "stop": "", "sync_folder": str(tmp_path / "sync")}
     found = [origin_of(flags)]
+    (tmp_path / "sync/engine_weights").mkdir(parents=True)  # a run fills this folder
     assert origin_of(flags | {"output_dir": "b", "load_checkpoint": "latest"}) == found[0]
     found.append(origin_of(flags | {"temperature": 0.9}))
     reward.write_text("second")

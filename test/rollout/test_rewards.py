@@ -16,13 +16,14 @@ from fractions import Fraction
 import httpx
 import pytest
 import requests
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from launch import run_process
+from tiny_tokenizers import byte_tokenizer
 
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import Failed, UserError
+from trainer.flags.rl_flags import BUILT_IN_REWARDS
 from trainer.methods.rollout_facts import rewards_by_group, sample_facts
 from trainer.models.model_loading import load_tokenizer
 from trainer.rollout import user_code
@@ -31,6 +32,7 @@ from trainer.rollout.rewards.format_rewards import answer_reward, multiple_choic
 from trainer.rollout.rewards.math_reward import MOST_CHARACTERS, as_number, exact_match, final_answer, math_reward
 from trainer.rollout.rewards.remote_rewards import remote_scorer
 from trainer.rollout.rewards.reward_functions import (
+    BUILT_IN,
     function_scorer,
     load_reward_function,
     load_reward_functions,
@@ -90,27 +92,56 @@ def test_formulas_are_compared_by_math_verify_where_it_is_installed():
     assert math_reward(found, [f"\\boxed{{{text}}}" for text in found], wanted) == list(FORMULAS.values())
 
 
-def test_hanging_formulas_cost_their_own_scores_only(monkeypatch):
-    """Every second pair hangs, in whichever process. Late pairs have no verdict and are False; equal pairs run once."""
-    worker = """import json, os, sys, time
-for found, wanted in json.load(sys.stdin):
-    os._exit(1) if found == "hang" else time.sleep(20 * (found == "late"))
-    print(int(found == wanted), flush=True)"""
-    run, calls = subprocess.run, []
+MATH_VERIFY = """
+import os, time
+def parse(text):
+    return text
+def verify(gold, answer):
+    with open(os.environ["ASKED"], "a") as file:
+        file.write(answer + "\\n")
+    time.sleep(60 * answer.startswith("$hang") + 1.5 * (answer == "$slow$"))
+    return gold == answer
+"""
 
-    def stand_in(command, **kwargs):
-        calls.append(kwargs["input"])
-        return run([sys.executable, "-c", worker], **kwargs)
 
-    monkeypatch.setattr(formulas.subprocess, "run", stand_in)
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """Formulas are compared by a stand-in of math-verify, which notes what it was asked in this file."""
+    (tmp_path / "math_verify.py").write_text(MATH_VERIFY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
     monkeypatch.setattr(formulas, "can_compare", lambda: True)
-    pairs = [("x", "x"), ("hang", "x"), ("y", "y"), ("hang", "z"), ("x", "y"), ("z", "z")]
-    assert formulas.equal_as_formulas(pairs) == [True, False, True, False, False, True]
-    monkeypatch.setattr(formulas, "ALL_SECONDS", 3)
     monkeypatch.setattr(formulas.os, "cpu_count", lambda: 1)
-    calls.clear()
-    assert formulas.equal_as_formulas([("x", "x"), ("late", "x"), ("x", "x"), ("y", "y")]) == [True, False, True, False]
-    assert len(calls) == 1 and calls[0].count("x") == 3
+    return tmp_path / "asked"
+
+
+def test_hanging_formulas_cost_their_own_scores_only(asked, monkeypatch):
+    """They come first, and take all the time. What only is slow gets its verdict at a second try. Equal pairs are asked once."""
+    monkeypatch.setattr(formulas, "CALL_SECONDS", 14)
+    pairs = [("slow", "slow"), *((f"hang{i}", "x") for i in range(3)), ("x", "y"), *[("z", "z")] * 3]
+    assert formulas.equal_as_formulas(pairs) == [True] + [False] * 4 + [True] * 3
+    once = ["$slow$", "$hang0$", "$hang1$", "$hang2$", "$x$", "$z$"]
+    assert asked.read_text().split()[:8] == [*once, "$slow$", "$hang0$"]
+
+
+def test_formulas_without_a_verdict_in_time_score_0_and_are_named(asked, monkeypatch, capsys):
+    monkeypatch.setattr(formulas, "CALL_SECONDS", 4)
+    assert formulas.equal_as_formulas([("x", "x"), ("hang", "x"), ("y", "y"), ("hung", "hung")]) == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert "warning: 1 of 4 formulas had no verdict in time and score 0" in capsys.readouterr().out
+
+
+def test_only_your_functions_have_a_time_limit(monkeypatch):
+    """A built-in one would lose right answers to it, since a call has all answers of a rank."""
+    monkeypatch.setitem(BUILT_IN, "math", lambda prompts, responses, labels: time.sleep(0.4) or [1.0])
+    assert {*BUILT_IN} == {*BUILT_IN_REWARDS}
+    for name in ("math", "own.py"):
+        found = function_scorer(name, BUILT_IN["math"], timeout=0.1)([""], ["a"], ["b"], [True])[0]
+        assert (found == [1.0]) == (name == "math"), found
 
 
 def test_thoughts_are_not_answers():
@@ -120,6 +151,46 @@ def test_thoughts_are_not_answers():
     letters = ["The answer is B </think> (C)", "<think>the answer is B</think> nothing"]
     assert multiple_choice_reward([""] * 2, letters, ["C", "B"]) == [1.0, 0.0]
     assert answer_reward([""], ["<answer>7</answer></think> 8"], ["7"]) == [0.0]
+
+
+THOUGHT_TOKENS = {
+    "[THINK]\\boxed{7}[/THINK]The answer is 8</s>": ["[THINK]", "[/THINK]"],
+    "<|START_THINKING|>7<|END_THINKING|>8</s>": ["<|START_THINKING|>", "<|END_THINKING|>"],
+    "<seed:think>7</seed:think>8</s>": ["<seed:think>", "</seed:think>"],
+    "<|channel>thought 7<channel|>8</s>": ["<|channel>", "<channel|>"],
+    "7</think>8</s>": ["</think>"],
+    "<|channel|>analysis<|message|>\\boxed{7}<|end|><|start|>assistant<|channel|>final<|message|>8<|return|>": [
+        *("<|channel|>", "<|message|>", "<|start|>")
+    ],
+}
+
+
+@pytest.mark.parametrize("as_special", [True, False])
+@pytest.mark.parametrize("text", THOUGHT_TOKENS)
+def test_thoughts_are_not_answers_whatever_kind_of_token_ends_them(text, as_special):
+    """Other special tokens are no part of the text. A stop token that is one of them would spoil an exact match."""
+    tokenizer = byte_tokenizer(None, *(THOUGHT_TOKENS[text] if as_special else ()))
+    if not as_special:
+        tokenizer.add_tokens(THOUGHT_TOKENS[text])
+    sample = Sample(0, 0, [0, 1], tokenizer.encode(text), [], True, "7")
+    seen = []
+    scorer = function_scorer("math", math_reward, timeout=60)
+    TextScores(lambda *own: seen.append(own[1]) or scorer(*own), tokenizer, (1,)).score_mine([sample])
+    assert sample.score == 0 and len(seen[0]) == 1, seen
+    assert not re.search(r"</s>|<\|return\|>|<\|end\|>", seen[0][0]), seen
+    sample.label = "8"
+    TextScores(scorer, tokenizer, (1,)).score_mine([sample])
+    assert sample.score == 1
+
+
+def test_a_harmony_answer_is_the_text_of_the_final_channel():
+    thoughts = "<|channel|>analysis<|message|>\\boxed{7}"
+    texts = [
+        thoughts,
+        f"{thoughts}assistant<|channel|>final <|constrain|>json<|message|>7",
+        "<|channel|>final<|message|>7",
+    ]
+    assert math_reward([""] * 3, texts, ["7"] * 3) == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -590,7 +661,7 @@ def test_a_request_that_a_server_calls_wrong_is_not_sent_again():
         remote_scorer("http://a, x:1", 5, 3)
 
 
-def test_any_stop_token_ends_a_response_and_neither_a_limit_nor_a_text_does(tmp_path):
+def test_any_stop_token_ends_a_response_and_neither_a_limit_nor_a_text_does(tmp_path, world):
     """A model may end its turns with another token than eos. Its generation config then names that token."""
     make_demo(str(tmp_path))
     tokenizer, told = load_tokenizer(str(tmp_path / "model")), []
@@ -601,11 +672,7 @@ def test_any_stop_token_ends_a_response_and_neither_a_limit_nor_a_text_does(tmp_
 
     ids = ([5, tokenizer.eos_token_id], [5, 6], [5, 7], [])
     samples = [Sample(n, n, [1], response, [0.0] * len(response), True, None) for n, response in enumerate(ids)]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        score_by_texts(TextScores(scorer, tokenizer, (tokenizer.eos_token_id, 6)), samples)
-    finally:
-        dist.destroy_process_group()
+    score_by_texts(TextScores(scorer, tokenizer, (tokenizer.eos_token_id, 6)), samples)
     assert told == [True, True, False, False] and [sample.score for sample in samples] == [0.0] * 4
 
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-import torch.distributed as dist
 from conversations import Script, byte_tokenizer, environments, sampling_of
 
 from trainer.datasets.conversations import training_templates
@@ -123,18 +122,14 @@ def test_what_is_no_tool_is_refused_in_one_line(tmp_path, line, found):
     assert str(error.value).startswith("--env: ") and found in str(error.value) and "\n" not in str(error.value)
 
 
-def test_an_episode_calls_the_function_and_goes_on(path):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        tokenizer = byte_tokenizer("qwen3")
-        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        texts = ['<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>', "5"]
-        script = Script([[*tokenizer.encode(text, add_special_tokens=False), end] for text in texts])
-        prompt = {"row": 0, "label": "5", "prompt_ids": [1], "column question": "2 + 3?", "column label": "5"}
-        made = environments(load_environment(path), tokenizer)
-        [sample] = generate_episodes(made, script, [prompt], 1, sampling_of(tokenizer, "qwen3"), seed=0, rollout=0)
-    finally:
-        dist.destroy_process_group()
+def test_an_episode_calls_the_function_and_goes_on(path, world):
+    tokenizer = byte_tokenizer("qwen3")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    texts = ['<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>', "5"]
+    script = Script([[*tokenizer.encode(text, add_special_tokens=False), end] for text in texts])
+    prompt = {"row": 0, "label": "5", "prompt_ids": [1], "column question": "2 + 3?", "column label": "5"}
+    made = environments(load_environment(path), tokenizer)
+    [sample] = generate_episodes(made, script, [prompt], 1, sampling_of(tokenizer, "qwen3"), seed=0, rollout=0)
     assert '{"sum": 5}' in tokenizer.decode(sample.response_ids) and sample.score == 1.0 and sample.finished
     assert "Add two numbers." in tokenizer.decode(sample.prompt_ids)
 

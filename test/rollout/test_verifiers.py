@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("verifiers.v1")
 
 import reasoning_gym
-import torch.distributed as dist
 import verifiers.v1 as vf
 from conversations import TURNS, Script, byte_tokenizer, environments, sampling_of
 
@@ -117,16 +116,14 @@ __all__ = ["Puzzles", "Program"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def world(tmp_path_factory):
+def packages(tmp_path_factory, world):
     folder = tmp_path_factory.mktemp("packages")
     (folder / "sums.py").write_text(SUMS)
     (folder / "plays.py").write_text(PLAYS)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path]))  # of the tool's server
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         yield
-        dist.destroy_process_group()
 
 
 def environment(taskset: str, agent: dict, **config) -> vf.Env:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from fake_engine import FakeServer
 
 from trainer.rollout.engines import weight_stream
@@ -10,13 +9,6 @@ from trainer.rollout.engines.on_vllm.vllm_server import VLLMServerEngine
 from trainer.rollout.engines.weight_stream import Head, LastSync, Update, packed, unpacked
 
 BLOCK = weight_stream.BLOCK
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -80,7 +72,7 @@ def engine_of(*servers: FakeServer, **options) -> VLLMServerEngine:
     return VLLMServerEngine(urls, device=torch.device("cpu"), batch_size=4, max_len=64, **options)
 
 
-def test_servers_get_changes_and_one_that_is_back_gets_all(one_rank, capsys):
+def test_servers_get_changes_and_one_that_is_back_gets_all(world, capsys):
     servers = [FakeServer("bfloat16", workers=workers) for workers in (1, 2)]
     engine, tensors = engine_of(*servers, deltas=True), weights()
     whole = sum(tensor.nbytes for tensor in tensors.values())
@@ -111,7 +103,7 @@ def test_servers_get_changes_and_one_that_is_back_gets_all(one_rank, capsys):
 
 
 @pytest.mark.parametrize("wrong", ["value", "place", "missing"])
-def test_a_wrong_change_ends_the_run(one_rank, monkeypatch, wrong):
+def test_a_wrong_change_ends_the_run(world, monkeypatch, wrong):
     server, tensors = FakeServer("bfloat16"), weights()
     engine, values_of = engine_of(server, deltas=True), weight_stream._values_of
 

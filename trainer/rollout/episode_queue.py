@@ -28,7 +28,7 @@ import torch.distributed as dist
 from trainer.distributed.collectives import broadcast_object
 from trainer.limits import limit
 from trainer.rollout.asynchronous import Resuming, RolloutPart, RolloutsAhead, without_repeats
-from trainer.rollout.engines.on_vllm.vllm_server import FIRST_PAUSE, LONGEST_PAUSE, LostServer
+from trainer.rollout.engines.servers import FIRST_PAUSE, LONGEST_PAUSE, LostServer
 from trainer.rollout.generation import numbered
 from trainer.rollout.samples import Sample
 from trainer.rollout.timeline import timed

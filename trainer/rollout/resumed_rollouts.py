@@ -28,7 +28,8 @@ from trainer.rollout.samples import Sample
 
 AHEAD_FOLDER = "ahead"
 FIRST_KEY = re.compile(r'\{"rollout": (\d+),')  # rows of earlier rollouts are not parsed
-PLACES = ("output_dir", "load_checkpoint", "overwrite", "allow_change")  # flags that decide nothing about samples
+# flags that decide nothing about samples
+PLACES = ("output_dir", "sync_folder", "load_checkpoint", "overwrite", "allow_change")
 
 
 def origin_of(flags: dict) -> str:

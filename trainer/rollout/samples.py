@@ -70,7 +70,7 @@ class Sample:
     def size(self) -> Sizes:
         if self.held.sizes is None:
             ids, response = self.prompt_ids + self.response_ids, len(self.response_ids)
-            counts = len(self.generated()), len(self.turns), len(self.starts) + 1
+            counts = sum(len(range(*span)) for span in self._spans()), len(self.turns), len(self.starts) + 1
             sizes = Sizes(len(ids), response, *counts, digest_of(ids))
             self.held = replace(self.held, sizes=sizes)
         return self.held.sizes
@@ -82,11 +82,14 @@ class Sample:
     def ids_and_mask(self) -> tuple[list[int], list[int]]:
         """The ids of prompt and response, and a mask that is 1 on generated tokens."""
         mask = [0] * (len(self.prompt_ids) + len(self.response_ids))
-        for position in self.generated():
-            mask[len(self.prompt_ids) + position] = 1
+        first = len(self.prompt_ids)
+        for start, end in self._spans():
+            mask[first + start : first + end] = [1] * (end - start)
         return self.prompt_ids + self.response_ids, mask
 
     def generated(self) -> list[int]:
         """The positions in response_ids that the engine generated. Only these have log-probs, advantages and a loss."""
-        spans = self.turns or [[0, len(self.response_ids)]]
-        return [position for start, end in spans for position in range(start, end)]
+        return [position for start, end in self._spans() for position in range(start, end)]
+
+    def _spans(self) -> list[list[int]]:
+        return self.turns or [[0, len(self.response_ids)]]

@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 import yaml
 
-from trainer.comma_separated import names_in
+from trainer.comma_separated import named_in
 from trainer.datasets.conversations.messages import messages_of
 from trainer.errors import Failed, UserError
 from trainer.flags.parse_flags import read_yaml
@@ -106,10 +106,7 @@ def read_sources(env: str, env_args: Optional[str], by_name: bool) -> dict[str, 
     """
     names = {"": env}
     if by_name:
-        pairs = [part.partition("=") for part in names_in(env)]
-        names = {name: source for name, mark, source in pairs if mark and name and source}
-        if not names or len(names) < len(pairs):
-            raise UserError(FLAG, env, "NAME=FILE, or several of different names (comma-separated), for --env_key")
+        names = named_in(env, FLAG, "NAME=FILE, or several of different names (comma-separated), for --env_key")
     arguments = _mapping(env_args) if env_args else {}
     if not by_name:
         return {"": Source(env, arguments)}

@@ -137,7 +137,7 @@ def load_reward_function(name: str) -> Callable:
 
 
 def function_scorer(name: str, function: Callable, timeout: float, alone: bool = True) -> Scorer:
-    """A scorer that calls the function with lists of texts. Each call may take up to `timeout` seconds.
+    """A scorer that calls the function with lists of texts. Each call may take up to `timeout` seconds, unless it is built in.
 
     The function also gets `finished`, TOKEN_FACTS, GROUPS and the columns of the dataset for which it has arguments. It may
     be async.
@@ -150,7 +150,11 @@ def function_scorer(name: str, function: Callable, timeout: float, alone: bool =
     """
     where, (names, _, takes_any) = f"{FLAG} {name}", extra_arguments(function)
 
-    def ask(prompts, responses, labels, extra: dict[str, list], limit=timeout) -> tuple[list, dict[str, list[float]]]:
+    first_limit = None if name in BUILT_IN else timeout  # formulas have a limit that grows with their number
+
+    def ask(
+        prompts, responses, labels, extra: dict[str, list], limit=first_limit
+    ) -> tuple[list, dict[str, list[float]]]:
         result = _call(where, limit, function, prompts, responses, labels, **extra)
         result, components = _without_dicts(where, result)
         result, passed = _without_none(result)
@@ -245,11 +249,11 @@ def _without_none(result: Any) -> tuple[Any, set[int]]:
     return ((scores, result[1]) if is_pair else scores), passed
 
 
-def weighted_scorer(scorers: dict[str, Scorer], weights: list[float]) -> Scorer:
+def weighted_scorer(scorers: dict[str, Scorer], weights: list[float], may_pass: bool = False) -> Scorer:
     """A scorer that gives the weighted sum of several, and the scores of each one as a metric of its name.
 
     A function that gave None for a response adds 0 to its sum, as in TRL, and its metric is NaN there. A `Failed` of one
-    function is that of the sum. Raises UserError if all of them gave None.
+    function is that of the sum. Raises UserError if all of them gave None, unless they `may_pass`.
     """
 
     def score(*arguments):
@@ -259,7 +263,7 @@ def weighted_scorer(scorers: dict[str, Scorer], weights: list[float]) -> Scorer:
             metrics |= {f"{name}_{metric}": values for metric, values in own.items()}
         lost = {place: v for values in scores.values() for place, v in enumerate(values) if isinstance(v, Failed)}
         for place, values in enumerate(zip(*scores.values())):
-            if place not in lost and all(map(math.isnan, values)):
+            if place not in lost and all(map(math.isnan, values)) and not may_pass:
                 raise UserError(FLAG, f"every function gave None for response {place + 1}", "one that scores it")
         rows = enumerate(zip(*scores.values()))
         totals = [
@@ -275,7 +279,7 @@ def weighted_scorer(scorers: dict[str, Scorer], weights: list[float]) -> Scorer:
     return score
 
 
-def _call(where: str, timeout: float, function: Callable, *arguments, **extra) -> Any:
+def _call(where: str, timeout: float | None, function: Callable, *arguments, **extra) -> Any:
     """`function(*arguments, **extra)` in its own thread. If the call never returns, the thread dies with the process."""
     outcome: dict[str, Any] = {}
 

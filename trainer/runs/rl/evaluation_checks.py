@@ -21,6 +21,9 @@ def checked(argv: list[str]) -> PPOArguments:
     given = parse_arguments(EvaluateArguments, COMMAND, argv)
     check_given(given, ("pretrain", "eval_dataset"))
     args = as_ppo(given)
+    if args.rollout.rollout_engine == "sglang":
+        found = "sglang, and only training can compare the weights of its servers"
+        raise UserError("--rollout_engine", found, "hf, vllm, vllm_server")
     check_flags("train_ppo", args, eval_metrics(args.evaluation), **facts_of_rollouts(args))
     check_rollouts(args.rollout)
     check_rewards(args.scores, args.environment, needs_source=True)

@@ -18,7 +18,7 @@ from trainer.flags.groups import flags_of, flat
 from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rules import refuse
 from trainer.methods.ppo_state import Roles
-from trainer.methods.rollout_facts import failed_note, range_note, sample_facts, scores_of
+from trainer.methods.rollout_facts import PASSES, failed_note, misread_as_passes, range_note, sample_facts, scores_of
 from trainer.methods.rollout_phase import answers_to, sync
 from trainer.rollout.evaluation import Evaluation, known, write_answers
 from trainer.rollout.rewards.reward_functions import load_reward_functions
@@ -96,7 +96,7 @@ def roles_of(run: RLRun) -> Roles:
 def notes_of(samples: list[Sample], reward_range: Optional[Sequence[float]]) -> list[str]:
     """Lines about answers that got no score, and about scores that are not read as meant."""
     scores = scores_of(samples)
-    users = ["pass_at_1"] if (scores > 1).any() else []
+    users = [PASSES[1]] if misread_as_passes(scores) else []
     return [*(failed_note(samples) | range_note(scores, users, reward_range)).values()]
 
 

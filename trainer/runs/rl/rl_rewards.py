@@ -35,6 +35,7 @@ from trainer.runs.run_setup import Setup, check_vocabulary, tokenizer_folder
 def build_reward(run, make_batches: Callable) -> Callable:
     """Return `score(samples, group_size)`, which sets the score of every sample on every rank (collective)."""
     args, setup, functions = run.args, run.setup, run.functions
+    adds = bool(args.environment.env)  # to its scores; then a function may pass, and the log needs its name
     if args.scores.reward_pretrain:
         return _reward_models(args, setup, run.output_dir, make_batches)
     if args.scores.remote_rm_url:
@@ -43,7 +44,7 @@ def build_reward(run, make_batches: Callable) -> Callable:
             args.scores.remote_rm_url, args.scores.remote_rm_timeout, args.scores.remote_rm_retries, key
         )
     elif names := names_in(args.scores.reward_func):
-        options = {"timeout": args.scores.reward_timeout, "alone": len(names) == 1}
+        options = {"timeout": args.scores.reward_timeout, "alone": len(names) == 1 and not adds}
         scorers = {
             short_name(name): function_scorer(name, functions[name], **options)
             if name in functions
@@ -51,19 +52,28 @@ def build_reward(run, make_batches: Callable) -> Callable:
             for name in names
         }
         [scorer, *others] = scorers.values()
-        if others or args.scores.reward_weights or not functions:
-            scorer = weighted_scorer(scorers, args.scores.reward_weights or [1.0] * len(scorers))
-    elif args.kl.teacher and not args.environment.env:
+        if others or args.scores.reward_weights or not functions or adds:
+            scorer = weighted_scorer(scorers, args.scores.reward_weights or [1.0] * len(scorers), may_pass=adds)
+    elif args.kl.teacher and not adds:
         return _score_nothing
     else:  # scores come from --env; or from --rollouts_from, and nothing is evaluated
         return lambda samples, group_size: None
     facts = wanted_facts(functions) | facts_of_judge(args.scores.reward_func, args.scores.judge_mode)
-    return TextScores(scorer, setup.tokenizer, stop_ids(setup.tokenizer, setup.folder), facts)
+    ends = stop_ids(setup.tokenizer, setup.folder)
+    return TextScores(scorer, setup.tokenizer, ends, facts, adds)
 
 
 def _score_nothing(samples: list, _group_size: int) -> None:
     for sample in samples:
         sample.score = 0.0
+
+
+def check_reward_models(run) -> None:
+    """Raise UserError for a --reward_pretrain without a score head, before prompts are read. An adapter is looked at later."""
+    for name in names_in(run.args.scores.reward_pretrain):
+        folder, adapter = rank_0_first(lambda name=name: resolve_adapted_model(name, "--reward_pretrain"))
+        if not adapter:
+            check_head(folder, "--reward_pretrain")
 
 
 def _with_head(base: str, adapter: str, folder: str, args: PPOArguments) -> str:
