@@ -27,6 +27,8 @@ def test_names():
         (train_ppo, ["--env", ",", "--env_key", "kind"]),
         (train_ppo, ["--engine_urls", ",", "--rollout_engine", "vllm_server", "--reward_func", "length"]),
         (train_kd, ["--teacher", ","]),
+        (train_ppo, ["--teacher", ","]),
+        (train_ppo, ["--teacher", ",", "--teacher_key", "domain"]),
     ],
 )
 def test_a_comma_alone_is_refused(command, flags, tmp_path):

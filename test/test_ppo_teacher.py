@@ -49,7 +49,10 @@ def test_a_policy_comes_closer_to_its_teacher(tmp_path):
     "flags",
     [
         ["--teacher", "t", "--kl_estimator", "k3"],
-        ["--advantage_estimator", "rloo", "--teacher", "t,u"],
+        ["--advantage_estimator", "rloo", "--teacher", "math=t,code=u"],
+        ["--teacher_key", "domain", "--teacher", "t,u"],
+        ["--teacher_key", "domain", "--teacher", "math=t,math=u"],
+        ["--teacher_key", "domain", "--teacher", "math=t,code="],
         ["--teacher", "t", "--ref_model", "r"],
         ["--teacher", "t", "--init_kl_coef", "0"],
         ["--teacher", "t", "--preset", "grpo"],

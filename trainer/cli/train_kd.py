@@ -3,6 +3,7 @@
 torchrun --nproc_per_node 2 -m trainer.cli.train_kd --backend fsdp2 --pretrain MODEL --teacher MODEL --dataset data.jsonl ...
 """
 
+from trainer.comma_separated import named_models
 from trainer.entry import run_command
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.names.sources import naming_sources
@@ -36,7 +37,7 @@ def run(argv: list[str]) -> None:
 
     from trainer.datasets.samples.sft_samples import render_sample
     from trainer.methods.sft import sft_loss
-    from trainer.runs.run import Method, named_models
+    from trainer.runs.run import Method
     from trainer.runs.run_data import load_sft
     from trainer.runs.run_training import train
 

@@ -38,7 +38,7 @@ def run(argv: list[str]) -> None:
 
     from trainer.datasets.samples.preference import collate_pairs, render_pair
     from trainer.runs.preference_runs import load_pairs
-    from trainer.runs.reward_model_runs import initial_folder, make_loss, note_scores
+    from trainer.runs.reward_model_runs import SOURCE, initial_folder, make_loss, note_scores
     from trainer.runs.run import Method
     from trainer.runs.run_training import train
 
@@ -53,6 +53,7 @@ def run(argv: list[str]) -> None:
         model_folder=initial_folder,
         make_loss=make_loss,
         after_training=note_scores,
+        features=(SOURCE,),
     )
     train(args, method, is_demo)
 

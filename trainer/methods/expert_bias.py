@@ -30,6 +30,19 @@ def balance_by_bias(strategy, model, loss_fn: LossFunction, rate: float) -> Loss
     return balance.counting(loss_fn)
 
 
+def find_routers(model) -> list[tuple]:
+    """(block of experts, the module in it that has the bias) of each layer. Raises UserError if there is none."""
+    found = []
+    for block in model.modules():
+        owner = next((m for m in block.modules() if hasattr(m, NAME)), None) if hasattr(block, "experts") else None
+        if owner is not None:
+            found.append((block, owner))
+    if not found:
+        found = f"no router of {model.config.get_text_config().model_type} has {NAME}"
+        raise UserError(FLAG, found, "0, or a mixture of experts such as deepseek_v3, glm4_moe, minimax_m2")
+    return found
+
+
 class ExpertBias:
     """Counts the tokens of each expert in the forward passes of a step, then moves the biases."""
 
@@ -39,15 +52,10 @@ class ExpertBias:
         self.mask = None  # of the micro-batch that runs: 1 for a token, 0 for padding
         self.loads: list = []  # of this rank, by layer: the tokens of each expert since the last step
         self.routers = []  # by layer: (module, name) of the bias. A strategy may replace the tensor.
-        for block in model.modules():
-            owner = next((m for m in block.modules() if hasattr(m, NAME)), None) if hasattr(block, "experts") else None
-            if owner is not None:
-                hook = functools.partial(self._count, len(self.routers))
-                block.experts.register_forward_pre_hook(hook, with_kwargs=True)
-                self.routers.append(owner)
-        if not self.routers:
-            found = f"no router of {model.config.get_text_config().model_type} has {NAME}"
-            raise UserError(FLAG, found, "0, or a mixture of experts such as deepseek_v3, glm4_moe, minimax_m2")
+        for block, owner in find_routers(model):
+            hook = functools.partial(self._count, len(self.routers))
+            block.experts.register_forward_pre_hook(hook, with_kwargs=True)
+            self.routers.append(owner)
 
     def counting(self, loss_fn: Callable) -> Callable:
         """`loss_fn`, whose forward passes are counted while they have gradients."""

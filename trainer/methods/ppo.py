@@ -15,7 +15,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Optional
 
 import torch
@@ -23,7 +23,13 @@ import torch
 from trainer.errors import UserError
 from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions, PPORun, RLState, Roles
-from trainer.methods.roles import critic_values, make_policy_loss, make_value_loss, policy_log_probs
+from trainer.methods.roles import (
+    critic_values,
+    make_policy_loss,
+    make_value_loss,
+    policy_log_probs,
+    reference_log_probs,
+)
 from trainer.methods.rollout_corrections import (
     COVARIANCE_LOSSES,
     add_likelihood_of_right,
@@ -54,7 +60,6 @@ from trainer.methods.rollout_phase import (
     sync,
 )
 from trainer.metrics import MetricsLog, counted
-from trainer.models.lora import fixed_model
 from trainer.rollout.asynchronous import staleness_facts
 from trainer.rollout.micro_batches import collect, compute, spread, spread_sets
 from trainer.rollout.placement import Part
@@ -229,26 +234,22 @@ def add_log_probs(strategy, roles: Roles, batches: list, options: PPOOptions, pa
     """
     log_probs = functools.partial(policy_log_probs, temperature=options.policy.temperature, routers=roles.routers)
     actor, by_entropy = roles.actor[0], options.top_entropy_quantile is not None
-    models: dict[str, tuple] = {}
+    models: dict[str, Callable[[dict], torch.Tensor]] = {}
     corrects = options.tis_cap is not None or options.rollout_kl_max is not None
     corrects = corrects or options.policy.loss in COVARIANCE_LOSSES
     needed = options.num_epochs * len(batches) > 1 or options.kl_in_rewards or corrects or by_entropy
     if needed and not options.bypass_mode:
-        models["old_log_probs"] = (
-            contextlib.nullcontext(actor),
-            functools.partial(log_probs, notes_entropies=by_entropy),
-        )
-    if roles.has_reference:
-        models["ref_log_probs"] = (fixed_model(actor, roles.reference), functools.partial(log_probs, replays=False))
+        models["old_log_probs"] = functools.partial(log_probs, actor, notes_entropies=by_entropy)
+    if roles.references:
+        models["ref_log_probs"] = functools.partial(reference_log_probs, roles.references, log_probs, actor)
     if roles.critic is not None:
-        models["old_values"] = (contextlib.nullcontext(roles.critic[0]), critic_values)
+        models["old_values"] = functools.partial(critic_values, roles.critic[0])
     flat = {}
     if options.bypass_mode:
         flat["old_log_probs"] = rollout_log_probs_of(part)
         spread(batches, "old_log_probs", flat["old_log_probs"])
-    for name, (context, function) in models.items():
-        with context as model:
-            compute(batches, name, functools.partial(function, model))
+    for name, function in models.items():
+        compute(batches, name, function)
         flat[name] = collect(strategy, batches, name, part)
     if by_entropy:
         flat["old_entropies"] = collect(strategy, batches, "old_entropies", part)

@@ -104,8 +104,7 @@ class Roles:
     engine: object = None  # None if rollouts come from a file and nothing is evaluated
     environment: object = None  # an `episodes.Environments`, which also gives the scores
     critic: Optional[tuple] = None
-    has_reference: bool = False
-    reference: object = None  # None if there is no reference, or if the actor without its adapter is the reference
+    references: tuple = ()  # the reference, or the teachers; None is the actor without its adapter
     average: Optional[WeightAverage] = None  # of the actor's weights
     routers: object = None  # of the actor, with --routing_replay: a `routing_replay.Routers`
     offload_actor_optimizer: bool = False  # while responses are generated

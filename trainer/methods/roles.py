@@ -1,6 +1,6 @@
 """The roles of RLHF: policy and reference, critic, reward model. Each is a prepared model and one function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from trainer.datasets.batches.packing import IGNORE
 from trainer.methods.advantages import kl_estimate
 from trainer.metrics import MetricSum
+from trainer.models.lora import fixed_model
 from trainer.models.losses import policy_loss as losses
 from trainer.models.losses.policy_loss import POLICY_LOSSES, PolicyOptions, PolicyTokens
 from trainer.models.losses.policy_values import policy_values
@@ -29,6 +30,27 @@ def policy_log_probs(
     if notes_entropies:
         micro_batch["old_entropies"] = entropies
     return log_probs
+
+
+def reference_log_probs(references: Sequence, log_probs: Callable, policy, micro_batch: dict) -> torch.Tensor:
+    """The `log_probs` of the reference (see `policy_log_probs`); of several, which are teachers, their mean."""
+    found = []
+    for reference in references:
+        with fixed_model(policy, reference) as fixed:
+            found.append(log_probs(fixed, micro_batch, replays=False).double())
+    return mean_of_teachers(found, micro_batch)
+
+
+def mean_of_teachers(values: list[torch.Tensor], micro_batch: dict) -> torch.Tensor:
+    """The mean of the values (rows, tokens) of each teacher, by the shares of the teachers in each sample.
+
+    `teacher_shares` (teachers, n) has a single 1 for a sample with a teacher of its own. Only several teachers need it.
+    """
+    if len(values) == 1:
+        return values[0]
+    shares = F.pad(micro_batch["teacher_shares"], (0, 1))[:, micro_batch["sequence_ids"]]  # padded: see below
+    parts = [torch.where(share > 0, share.to(value.dtype) * value, 0.0) for share, value in zip(shares, values)]
+    return sum(parts[1:], parts[0])
 
 
 def critic_values(model, micro_batch: dict) -> torch.Tensor:

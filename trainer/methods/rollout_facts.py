@@ -19,6 +19,7 @@ from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 from trainer.rollout.samples import Sample
 
 PERCENTS = (10, 50, 90)
+PASSES = ("eval_pass_at_1", "pass_at_1")  # of a training, of `trainer eval`
 
 
 def scores_of(samples: list[Sample]) -> torch.Tensor:
@@ -121,13 +122,36 @@ def failed_note(samples: list[Sample]) -> dict[str, str]:
     return {"failed": f"{text}: {plain(lost[0])}"} if lost else {}
 
 
+def misread_as_passes(scores: torch.Tensor) -> bool:
+    """Whether `scores` (n,) seem to have another best one than 1: it is above, or the best one here is graded, or 0 after less."""
+    best = best_score(scores)
+    return best > 1 or 0 < best < 1 or (best == 0 and bool((scores < 0).any()))
+
+
+def best_score(scores: torch.Tensor) -> float:
+    """The largest of `scores` (n,), or NaN. Failed samples have NaN."""
+    return max((score for score in scores.tolist() if not math.isnan(score)), default=math.nan)
+
+
 def range_note(scores: torch.Tensor, users: list[str], reward_range: Sequence[float] | None) -> dict[str, str]:
-    """A line about `scores` (n,) outside of 0 to 1, if `users` take these for wrong and right, and no range was given."""
-    outside = ((scores < 0) | (scores > 1)).sum().item()
-    if reward_range is not None or not outside or not users:
+    """A line about `scores` (n,) if `users` take 0 and 1 for wrong and right, and no range was given.
+
+    Some are outside of 0 to 1, or `misread_as_passes` found that even the best one is not right.
+    """
+    if reward_range is not None or not users:
         return {}
-    text = f"warning: {outside} of {counted(len(scores), 'score')} are not from 0 to 1, which {', '.join(users)} take for wrong and right"
-    return {"range": f"{text}: give --reward_range WRONG RIGHT"}
+    outside, best, all_of = (
+        ((scores < 0) | (scores > 1)).sum().item(),
+        best_score(scores),
+        counted(len(scores), "score"),
+    )
+    if outside:
+        text = f"{outside} of {all_of} are not from 0 to 1, which {', '.join(users)} take for wrong and right"
+    elif 0 < best < 1 and (users := [name for name in users if name in PASSES]):
+        text = f"the best of {all_of} is {best:.6g}, but {', '.join(users)} take 1 for right"
+    else:
+        return {}
+    return {"range": f"warning: {text}: give --reward_range WRONG RIGHT"}
 
 
 def score_notes(samples: list[Sample], options: PPOOptions, curriculum: str, evaluates: bool) -> dict[str, str]:
@@ -138,7 +162,8 @@ def score_notes(samples: list[Sample], options: PPOOptions, curriculum: str, eva
         "--dynamic_filtering_range": is_bounded,
         f"--curriculum {curriculum}": curriculum != "none",
         "--positive_nll_coef": bool(options.positive_nll_coef),
-        "eval_pass_at_1": evaluates and bool((scores > 1).any()),
+        PASSES[0]: evaluates and misread_as_passes(scores),
+        "groups_all_right": options.advantages.group_size > 1 and bool((scores > 1).any()),
     }
     notes = failed_note(samples) | range_note(
         scores, [name for name, used in users.items() if used], options.reward_range

@@ -13,8 +13,8 @@ from trainer.limits import limit
 from trainer.methods import advantages as adv
 from trainer.methods.ppo_state import PPOOptions, Recorded, RLState, Roles
 from trainer.methods.rollout_facts import sample_facts, scores_of
-from trainer.rollout.engines.on_vllm.vllm_server import FIRST_PAUSE, LONGEST_PAUSE, LostServer
 from trainer.rollout.engines.sampling import Sampling
+from trainer.rollout.engines.servers import FIRST_PAUSE, LONGEST_PAUSE, LostServer
 from trainer.rollout.engines.sync import sync_weights
 from trainer.rollout.envs.episodes import generate_episodes
 from trainer.rollout.evaluation import NUMBERS, Evaluation

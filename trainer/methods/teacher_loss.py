@@ -8,6 +8,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 
 from trainer.datasets.batches.packing import IGNORE
+from trainer.methods.roles import mean_of_teachers
 from trainer.metrics import MetricSum
 from trainer.models.lora import fixed_model
 from trainer.models.losses.distances import Distance, distances
@@ -67,21 +68,24 @@ def make_teacher_loss(
     return loss
 
 
-def make_on_policy_loss(policy_loss: Callable, teacher, temperature: float, distance: Distance) -> Callable:
+def make_on_policy_loss(policy_loss: Callable, teachers: Sequence, temperature: float, distance: Distance) -> Callable:
     """The loss function of `train_ppo --kd_loss`: the distance(teacher, model) at each token that the model has sampled.
 
     It is the loss of Agarwal et al. 2024 (GKD), equation 2 with lambda 1, without a gradient through the sampling. The other
-    metrics are those of `policy_loss`, which gives no gradient. `teacher` None: the policy with its adapter off.
+    metrics are those of `policy_loss`, which gives no gradient. A teacher that is None: the policy with its adapter off.
+    Of several teachers, the distance is the mean of theirs, see `mean_of_teachers`.
     """
 
     def loss(model, micro_batch: dict):
         with torch.no_grad():
             _, count, metrics = policy_loss(model, micro_batch)
         logits = causal_lm_logits(model, micro_batch)
-        with fixed_model(model, teacher) as fixed:
-            of_teacher = causal_lm_logits(fixed, micro_batch)
-        found = teacher_distances(logits, of_teacher, micro_batch["labels"], temperature, distance)
-        total = (found * micro_batch["loss_weights"]).sum()
+        found = []
+        for teacher in teachers:
+            with fixed_model(model, teacher) as fixed:
+                of_teacher = causal_lm_logits(fixed, micro_batch)
+            found.append(teacher_distances(logits, of_teacher, micro_batch["labels"], temperature, distance))
+        total = (mean_of_teachers(found, micro_batch) * micro_batch["loss_weights"]).sum()
         return total, count, {**metrics, "policy_loss": MetricSum(total.detach())}
 
     return loss

@@ -1,4 +1,4 @@
-"""The features of a run: what a flag or the data add to it, one file for each, in the order of application.
+"""The features of a run: what a flag or the data add to it, in the order of application.
 
 A feature is a few functions that `run_training.train` and `rl_run.train` call at fixed places. Each function takes the run and changes
 it. A feature without a function for a place changes nothing there.

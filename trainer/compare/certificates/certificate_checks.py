@@ -20,6 +20,7 @@ from trainer.limits import read_text
 from trainer.metrics import counted
 from trainer.optimizers.build import build_scheduler
 from trainer.reports import certificate, signature
+from trainer.runs.flag_checks import models_of
 
 SHOWN = 5  # differences of one kind that are listed
 SCHEDULE_FLAGS = ("learning_rate", "lr_scheduler", "lr_warmup_ratio", "warmup_steps", "min_lr_ratio")
@@ -105,9 +106,9 @@ def check_facts(folder: str, content: dict) -> list[str]:
 
 def check_models(content: dict, model_folder: str | None) -> list[str] | None:
     """The files of the model that the run started from. `model_folder` replaces --pretrain."""
-    differences, looked = [], False
+    differences, looked, named = [], False, models_of(content["arguments"]) | {"pretrain": model_folder}
     for flag, files in content["models"].items():
-        given = model_folder if flag == "pretrain" else content["arguments"][flag]
+        given = named[flag]
         if given and os.path.isdir(given):
             looked = True
             differences += _different_files(given, files)

@@ -9,7 +9,7 @@ import os
 from trainer.distributed.collectives import from_rank_0
 from trainer.reports import certificate, signature
 from trainer.runs.feature import Feature
-from trainer.runs.flag_checks import MODEL_FLAGS
+from trainer.runs.flag_checks import models_of
 
 
 def certify_run(
@@ -22,7 +22,7 @@ def certify_run(
     """
     starts, rows = certificate.final_rows(folder)
     facts = starts[-1]
-    models = {flag: facts["config"].get(flag) for flag in MODEL_FLAGS} | {"pretrain": model_folder}
+    models = models_of(facts["config"]) | {"pretrain": model_folder}
     saved = [path for path in saved if os.path.isdir(path)]
     content = {
         "format": certificate.FORMAT,
@@ -33,7 +33,7 @@ def certify_run(
         "hardware": certificate.hardware(str(device)),
         "total_steps": facts["total_steps"],
         "resumed_after_steps": [start["step"] for start in starts if start["event"] == "resume"],
-        "models": {flag: certificate.hash_path(name) for flag, name in models.items() if name and os.path.isdir(name)},
+        "models": hash_models(models),
         "data": {"ledger": facts["data"], **fingerprint, "files": certificate.hash_data(facts["config"])},
         "steps": certificate.describe_steps(rows),
         "files": certificate.hash_run_files(folder),
@@ -42,6 +42,13 @@ def certify_run(
     }
     certificate.write(folder, content, sign_key)
     print(f"certificate written to {os.path.join(folder, certificate.FILE)}", flush=True)
+
+
+def hash_models(models: dict[str, str]) -> dict[str, dict]:
+    """{flag: {file: hash}} of the models in local folders. A teacher is also --ref_model: each folder is read once."""
+    places = {flag: os.path.realpath(name) for flag, name in models.items() if name and os.path.isdir(name)}
+    hashes = {place: certificate.hash_path(place) for place in dict.fromkeys(places.values())}
+    return {flag: hashes[place] for flag, place in places.items()}
 
 
 def check_key(run) -> None:

@@ -50,5 +50,5 @@ def work_of(args, sequences: int, has_frozen_copy: bool) -> Work:
         max_len=length,
         by_tokens=bool(tokens),
         dtype=args.model.param_dtype,
-        has_frozen_copy=has_frozen_copy,
+        num_frozen=int(has_frozen_copy),
     )

@@ -30,6 +30,7 @@ from trainer.rollout.engines.sync import sync_weights
 from trainer.rollout.generation import generate_samples
 from trainer.rollout.placement import write_by_rank_0
 from trainer.runs.feature import Feature
+from trainer.runs.features.reference import check_positions
 from trainer.runs.run_data import files_in_errors, load_flag_rows, note_unknown_names, text_options, with_files
 from trainer.runs.run_models import frozen_model
 from trainer.runs.run_setup import Setup, check_vocabulary
@@ -57,6 +58,7 @@ def open_teacher(run) -> None:
     run.open()
     loaded = [load_teacher(run, name) for name in names_in(run.args.teacher.teacher)]
     run.teachers = [teacher for teacher, _ in loaded]
+    run.teacher_folders = [folder for _, folder in loaded]
     if run.args.teacher.teacher_answers:
         args, load = answered(run, *loaded[0]), run.method.load_data
         bounds = bounds_of(run.setup.folder, run.setup.trust_remote_code)
@@ -79,8 +81,18 @@ def add_teacher_loss(run) -> None:
     run.teachers = []
 
 
+def check_rows(run) -> None:
+    """Raise UserError for a row that is longer than the learned positions of a teacher."""
+    for folder in run.teacher_folders:
+        check_positions(run, folder)
+
+
 TEACHER = Feature(
-    "teacher", lambda run: run.method.command == "train_kd", before_data=open_teacher, with_loss=add_teacher_loss
+    "teacher",
+    lambda run: run.method.command == "train_kd",
+    before_data=open_teacher,
+    with_data=check_rows,
+    with_loss=add_teacher_loss,
 )
 
 

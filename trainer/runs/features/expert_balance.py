@@ -2,16 +2,34 @@
 
 import functools
 
-from trainer.methods.expert_bias import balance_by_bias
+import torch
+
+from trainer.methods.expert_bias import balance_by_bias, find_routers
 from trainer.methods.load_balance import experts_per_token, mark_tokens, with_batch_balance_loss
 from trainer.model_folders.model_folder import read_config
+from trainer.models.model_loading import model_class
 from trainer.runs.feature import Feature
 
 
-def mark_rows(run) -> None:
-    """Let micro-batches say which tokens are no padding. Raises UserError if the model has no experts to balance."""
+def check_experts(run) -> None:
+    """Raise UserError if the model has no experts to balance, or no biases to move."""
     if run.flags.aux_loss_coef:
         experts_per_token(read_config(run.setup.folder, run.args.model.trust_remote_code))
+    if run.flags.expert_bias_update_rate:
+        check_biases(run)
+
+
+def check_biases(run) -> None:
+    """Raise UserError if no router of the model has a bias. With rows of images, another class may be loaded later."""
+    remote_code = run.args.model.trust_remote_code
+    config = read_config(run.setup.folder, remote_code)
+    if model_class(config, run.auto_class._model_mapping) is not None:
+        with torch.device("meta"):
+            find_routers(run.auto_class.from_config(config, trust_remote_code=remote_code))
+
+
+def mark_rows(run) -> None:
+    """Let micro-batches say which tokens are no padding."""
     if not run.method.marks_tokens:
         run.collate_rows = functools.partial(mark_tokens, run.collate_rows)
 
@@ -28,6 +46,7 @@ def balance(run) -> None:
 EXPERTS = Feature(
     "experts",
     lambda run: run.flags.aux_loss_coef or run.flags.expert_bias_update_rate,
+    before_data=check_experts,
     with_data=mark_rows,
     with_loss=balance,
 )

@@ -54,7 +54,8 @@ def make_pairs_of(run: RLRun) -> Callable:
 
 def make_updates(run: RLRun) -> Callable:
     """The updates of the policy on pairs of its own answers."""
-    loss_fn = pair_loss(run.method.own_flags.preference, run.roles.reference, run.setup.sp_group)
+    reference = next(iter(run.roles.references), None)
+    loss_fn = pair_loss(run.method.own_flags.preference, reference, run.setup.sp_group)
     return make_pair_updates(loss_fn, run.args.rollout.n_samples_per_prompt)
 
 

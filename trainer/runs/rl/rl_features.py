@@ -19,16 +19,20 @@ from trainer.rollout.resumed_rollouts import AheadFiles, ResumedRollouts, find_r
 from trainer.rollout.sample_pages import SamplePages
 from trainer.rollout.timeline import Timeline
 from trainer.runs.feature import Feature
-from trainer.runs.features.adapter import adapt
+from trainer.runs.features.adapter import MERGED_BASE, adapt, check_targets
 from trainer.runs.features.best_model import BEST_MODEL
 from trainer.runs.features.certify import CERTIFICATE
 from trainer.runs.features.exact import EXACT_RL
+from trainer.runs.features.expert_balance import check_experts
 from trainer.runs.features.hub import HUB
 from trainer.runs.features.image_runs import freeze_vision, images_of, use_images
-from trainer.runs.features.merged_base import MERGED_BASE
+from trainer.runs.features.rates import RATES
 from trainer.runs.features.reference import REFERENCE
+from trainer.runs.rl.rl_critic import CRITIC
 from trainer.runs.rl.rl_engines import build_environments, rollouts_ahead
 from trainer.runs.rl.rl_options import sampling_of
+from trainer.runs.rl.rl_rewards import check_reward_models
+from trainer.runs.rl.rl_teachers import TEACHERS
 from trainer.training.ema import WeightAverage
 
 # --- what the policy is and reads
@@ -129,8 +133,8 @@ def compare_distributions(run) -> None:
     """Replace the loss of the policy by the distance of its distributions from those of the teacher."""
     flags, temperature = run.args.kl, run.args.rollout.temperature
     distance = Distance(flags.kd_loss, flags.kd_beta, flags.kd_top_k)
-    teacher = {"teacher": run.roles.reference, "temperature": temperature, "distance": distance}
-    run.ppo.change_loss = functools.partial(make_on_policy_loss, **teacher)
+    options = {"teachers": run.roles.references, "temperature": temperature, "distance": distance}
+    run.ppo.change_loss = functools.partial(make_on_policy_loss, **options)
 
 
 def resume_rollouts(run) -> None:
@@ -164,24 +168,30 @@ def write_timeline(run) -> None:
 
 RL_FEATURES = (
     EXACT_RL,
+    RATES,
     REFERENCE,
+    CRITIC,
     Feature("preset", lambda run: run.args.advantage.preset, before_data=print_preset),
     Feature("images", lambda run: run.has_images, with_data=read_images, with_model=freeze_vision),
     Feature("deltas", lambda run: run.args.rollout.sync_deltas, with_data=send_deltas),
     Feature("shared prompts", lambda run: run.args.rollout.share_prompts, with_data=share_prompts),
     Feature(
-        "frozen rollouts", lambda run: run.args.rollout.rollouts_from, with_data=read_frozen, with_loss=train_frozen
+        "frozen rollouts", lambda run: run.args.rollout.rollouts_from, before_data=read_frozen, with_loss=train_frozen
     ),
     MERGED_BASE,
-    Feature("adapter", lambda run: run.args.lora.lora_rank, with_model=adapt),
+    Feature("adapter", lambda run: run.args.lora.lora_rank, before_data=check_targets, with_model=adapt),
     Feature(
         "routers", lambda run: run.args.rollout.routing_replay, with_data=record_experts, with_roles=replay_experts
     ),
     Feature("average", lambda run: run.args.advantage.ema_beta is not None, with_roles=keep_average),
     Feature("environment", lambda run: run.args.environment.env, with_roles=talk),
     Feature("staleness", lambda run: run.args.rollout.max_staleness, with_roles=generate_ahead),
-    Feature("balance", lambda run: run.args.experts.aux_loss_coef, with_loss=balance_experts),
+    Feature(
+        "balance", lambda run: run.args.experts.aux_loss_coef, before_data=check_experts, with_loss=balance_experts
+    ),
+    Feature("reward models", lambda run: run.args.scores.reward_pretrain, before_data=check_reward_models),
     Feature("distance", lambda run: run.args.kl.kd_loss, with_loss=compare_distributions),
+    TEACHERS,
     Feature("resumed rollouts", lambda run: not run.args.rollout.rollouts_from, with_logs=resume_rollouts),
     Feature("sample pages", lambda run: run.args.rollout.sample_pages, with_logs=write_pages),
     Feature("timeline", lambda run: run.args.rollout.timeline, with_logs=write_timeline),

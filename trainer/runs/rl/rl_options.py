@@ -15,6 +15,7 @@ from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.evaluation import Evaluation, groups_of
 from trainer.rollout.prompt_order import WRONG_AND_RIGHT
 from trainer.rollout.rewards.reward_functions import short_name
+from trainer.rollout.scoring import ENVIRONMENT
 
 # flags that are options of the algorithm as they are
 SAME_NAMES = """seed bypass_mode cov_share kl_estimator kl_in_score kl_target kl_horizon top_entropy_quantile tis_cap tis_level tis_floor rollout_kl_max
@@ -59,11 +60,12 @@ def mask_range(args: PPOArguments) -> Optional[tuple[float, float]]:
 
 
 def rewards_apart(args: PPOArguments) -> tuple[tuple[str, float], ...]:
-    """The name in the log and the weight of each function of --reward_func, for gdpo."""
+    """The name in the log and the weight of each function of --reward_func, and of an environment, for gdpo."""
     if args.advantage.advantage_estimator != "gdpo":
         return ()
     names = [short_name(name) for name in names_in(args.scores.reward_func)]
-    return tuple(zip(names, args.scores.reward_weights or [1.0] * len(names)))
+    environment = ((ENVIRONMENT, 1.0),) if args.environment.env else ()
+    return (*environment, *zip(names, args.scores.reward_weights or [1.0] * len(names)))
 
 
 def ppo_options(args: PPOArguments, stop_ids: tuple[int, ...]):

@@ -6,15 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from trainer.comma_separated import named_models
 from trainer.methods.ppo_state import PPOOptions, PPORun, Roles
 from trainer.rollout.prompt_order import PromptOrder
-from trainer.runs.run import Run, named_models
+from trainer.runs.run import Run
 
 
 def frozen_models(run: "RLRun") -> dict[str, Optional[str]]:
     """The frozen models of a run of RL: teacher, reward models, reference, and the base of a critic with an adapter."""
     kl, args = run.args.kl, run.args
-    found = named_models("teacher", kl.teacher) | named_models("reward_pretrain", args.scores.reward_pretrain)
+    found = named_models("teacher", kl.teacher, kl.teacher_key) | named_models(
+        "reward_pretrain", args.scores.reward_pretrain
+    )
     if kl.init_kl_coef and not kl.teacher:
         found["ref_model"] = kl.ref_model
     if args.lora.lora_rank and args.advantage.advantage_estimator == "gae":

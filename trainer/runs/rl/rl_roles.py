@@ -71,8 +71,7 @@ def build_roles(run: RLRun) -> Roles:
         max_failed_share=args.scores.max_failed_share,
         engine=build_engine(run) if generates else None,
         critic=build_critic(run) if args.advantage.advantage_estimator == "gae" else None,
-        has_reference=bool(args.kl.init_kl_coef),
-        reference=build_reference(run) if args.kl.init_kl_coef and not reference_is_base(args) else None,
+        references=build_references(run) if args.kl.init_kl_coef else (),
         offload_actor_optimizer=args.rollout.offload_actor_optimizer,
         offload_critic=args.critic.offload_critic,
     )
@@ -83,12 +82,16 @@ def check_length(args: PPOArguments, config) -> None:
     refuse_length(args, getattr(config.get_text_config(), "max_position_embeddings", None))
 
 
-def build_reference(run: RLRun):
-    """The reference model or the teacher, frozen and sharded like the policy."""
-    flags, (folder, adapter) = run.args.kl, run.reference
-    named = "--teacher" if flags.teacher else "--ref_model"
-    model = run.load(folder, named if flags.ref_model else "--pretrain", False, adapter)
-    return frozen_model(run.setup, model, flags.offload_ref)
+def build_references(run: RLRun) -> tuple:
+    """The reference model or the teachers, frozen and sharded like the policy. None is the policy with its adapter off."""
+    flags = run.args.kl
+    if reference_is_base(run.args):
+        return (None,)
+    flag = "--teacher" if flags.teacher else "--ref_model" if flags.ref_model else "--pretrain"
+    return tuple(
+        frozen_model(run.setup, run.load(folder, flag, False, adapter), flags.offload_ref)
+        for folder, adapter in run.references
+    )
 
 
 def build_critic(run: RLRun) -> tuple:

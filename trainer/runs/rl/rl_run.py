@@ -14,8 +14,8 @@ from trainer.datasets.images.image_samples import prompts_with_images
 from trainer.datasets.samples.parts import WHOLE, Part
 from trainer.datasets.samples.prompts import render_prompt_text, tokenize_prompts, with_columns
 from trainer.datasets.shapes.columns import TEMPLATE_ARGS
-from trainer.errors import UserError, without_secrets
-from trainer.flags.parse_flags import flat
+from trainer.errors import UserError
+from trainer.flags.groups import options_of_flags, public_flags
 from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rules import refuse
 from trainer.methods.ppo import train_ppo
@@ -36,10 +36,12 @@ from trainer.runs.rl.rl_features import RL_FEATURES
 from trainer.runs.rl.rl_options import evaluation_of, ppo_options
 from trainer.runs.rl.rl_parts import RLMethod, RLRun
 from trainer.runs.rl.rl_roles import build_roles, make_batches_of
+from trainer.runs.rl.rl_teachers import with_teachers
 from trainer.runs.run_data import load_sets, load_sets_of, note_small_data, text_options, tokenized
 from trainer.runs.run_record import identity_of
-from trainer.runs.run_setup import loop_options, set_up
+from trainer.runs.run_setup import set_up
 from trainer.training.checkpointing import Checkpoints, SavePolicy, Trained
+from trainer.training.loop import LoopOptions
 from trainer.training.stop_request import ENDING, StopRequest
 from trainer.training.verify_resume import verify_replay
 
@@ -78,7 +80,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     run.ppo.updates = method.make_updates(run)
     run.ppo.groups = groups_of_rows(run.samples)
     apply(RL_FEATURES, run, "with_loss")
-    loop = loop_options(args, run.total_steps)
+    loop = options_of_flags(LoopOptions, args, total_steps=run.total_steps)
     if args.checkpoint.verify_resume:
         loop = dataclasses.replace(loop, eval_steps=None, parity_dump=None)
         strategy.print(verify_resume(run.ppo, loop, run.progress, args.checkpoint.verify_resume))
@@ -89,8 +91,8 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
         run.ppo.answers_log = answers_log(run.output_dir, run.ppo.evaluation, run.setup.tokenizer)
     run.ppo.rollouts_log = RolloutsLog(run.output_dir, run.setup.tokenizer)
     apply(RL_FEATURES, run, "with_logs")
-    facts, config = {"data": run.ledger.counts, "total_steps": run.total_steps}, flat(run.own_flags)
-    metrics = outputs.start_metrics(strategy, config, args.output, run.output_dir, run.checkpoints, **facts)
+    facts = {"data": run.ledger.counts, "total_steps": run.total_steps}
+    metrics = outputs.start_metrics(strategy, run.own_flags, run.output_dir, run.checkpoints, **facts)
     with contextlib.ExitStack() as ending:
         with metrics or contextlib.nullcontext():
             note_first_rollout(run, bool(loop.eval_steps))
@@ -130,13 +132,18 @@ def count_steps(args: PPOArguments, order, frozen: Optional[list], per_prompt: O
 
 
 def note_first_rollout(run: RLRun, evaluates: bool) -> None:
-    """Say what the time before the first step is for."""
-    if run.progress.step == 0 and run.frozen is None:
-        size, each = min(run.args.rollout.rollout_batch_size, len(run.samples)), run.args.rollout.n_samples_per_prompt
-        first = "evaluating, then " if run.ppo.evaluation and evaluates else ""
-        run.setup.strategy.print(
-            f"step 1: {first}generating {counted(size * each, 'response')} to {counted(size, 'prompt')}"
-        )
+    """Say what the time before the first step of this process is for, unless its rollout is there already."""
+    step, order, ahead = run.progress.step, run.order, run.roles.ahead
+    if step >= run.total_steps or run.ppo.recorded or (ahead and ahead.resumed):
+        return
+    size, each = run.args.rollout.rollout_batch_size, run.args.rollout.n_samples_per_prompt
+    size = min(size, len(order.prompts) - order.next_index)
+    first = "evaluating, then " if run.ppo.evaluation and evaluates and step == 0 else ""
+    if step:
+        first = f"rollout {run.ppo.state.rollout}, from prompt {order.next_index + 1} of {len(order.prompts)} on: "
+    run.setup.strategy.print(
+        f"step {step + 1}: {first}generating {counted(size * each, 'response')} to {counted(size, 'prompt')}"
+    )
 
 
 def note_math(strategy, reward_func: Optional[str]) -> None:
@@ -175,10 +182,13 @@ def load_data(args: PPOArguments, tokenizer, names: str, split: str, flag: str, 
         raise UserError(
             f"{flag} column {TEMPLATE_ARGS}", found, f"--template_args, or --ignore_columns {TEMPLATE_ARGS}"
         )
-    columns = rows.column_names if args.environment.env else wanted_columns(functions, rows.column_names, flag)
-    tokenize = functools.partial(tokenize_prompts, taken=[name for name in columns if name != TEMPLATE_ARGS])
+    columns = wanted_columns(functions, rows.column_names, flag)
+    columns = rows.column_names if args.environment.env else columns
+    taken = [name for name in (*columns, args.kl.teacher_key) if name not in (TEMPLATE_ARGS, None)]
+    tokenize = functools.partial(tokenize_prompts, taken=taken)
     prompts, ledger = tokenized(args, tokenizer, rows, tokenize, options_of, flag, part)
     prompts = with_groups(prompts, rows, args, names, split, flag, is_evaluation)
+    prompts = prompts if is_evaluation else with_teachers(prompts, rows, args.kl, flag)
     add_columns = prompts_with_images if has_images(prompts) else with_columns
     return add_columns(prompts, rows, columns), ledger
 
@@ -188,7 +198,7 @@ def checkpoints_of(run: RLRun) -> Checkpoints:
     args, roles = run.args, run.roles
     facts = {"n_samples_per_prompt": args.rollout.n_samples_per_prompt, "train_batch_size": args.batch.train_batch_size}
     history = {
-        "origin": origin_of(without_secrets(flat(run.own_flags))),
+        "origin": origin_of(public_flags(run.own_flags)),
         "num_histories": args.rollout.max_staleness + 1,
     }
     history["entropy"] = EntropyCoef(args.advantage.entropy_loss_coef)
@@ -212,7 +222,7 @@ def verify_resume(ppo_run, loop, progress, num_steps: int) -> str:
 
 def save(run: RLRun) -> None:
     """Write the policy, and the average of its weights if there is one, unless --no_save is given."""
-    facts = (run.method.command, flat(run.own_flags), run.progress, run.ledger, run.output_dir)
+    facts = (run.method.command, run.own_flags, run.progress, run.ledger, run.output_dir)
     for path, is_average in zip(run.saved_models(run.output_dir), (False, True)):
         with run.roles.average.in_place() if is_average else contextlib.nullcontext():
             outputs.save_model(run.setup.strategy, run.roles.actor[0], run.setup.tokenizer, path, *facts)
