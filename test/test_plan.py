@@ -131,6 +131,25 @@ def test_memory_is_the_measured_formula_and_activations():
     assert same.step - found.step == pytest.approx(1000 * activations)
 
 
+@pytest.mark.parametrize(
+    ("layout", "bytes_of_one"),
+    [
+        (Layout("fsdp2", 3, dp_shard=8), 4 / 8),  # fp32, sharded
+        (Layout("deepspeed", 3, dp_shard=8), 2 / 8),
+        (Layout("deepspeed", 2, dp_shard=8), 2),  # bf16, whole
+    ],
+)
+def test_frozen_models_are_in_memory_while_a_run_trains_and_saves(layout, bytes_of_one):
+    s = sizes_of(meta_model("qwen3-8b"))
+    none, two = (needs(layout, s, 1000, num_frozen=count) for count in (0, 2))
+    for phase in ("step", "save"):
+        assert getattr(two, phase) - getattr(none, phase) == pytest.approx(2 * bytes_of_one * s.num_params)
+    assert (two.load, two.host) == (none.load, none.host)
+    assert plan.parse(["m", "--gpus", "8", "--frozen_models", "2"])[3] == Work(128, 1, 4096, num_frozen=2)
+    with pytest.raises(UserError, match="--frozen_models: -1"):
+        plan.parse(["m", "--gpus", "8", "--frozen_models", "-1"])
+
+
 def test_offloaded_weights_and_gradients_are_rounded_up_to_powers_of_two():
     """The sum of a plain loop. test_cuda_build.py compares it with what the CUDA build pins."""
     model, rounded = meta_model("qwen3-8b"), 0

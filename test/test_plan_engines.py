@@ -175,6 +175,8 @@ def test_idle_shares_by_hand():
         ("--rollout_engine vllm --max_staleness 1", "--max_staleness: 1 with --rollout_engine vllm"),
         ("--rollout_engine vllm --engine_tensor_parallel_size 3", "--engine_tensor_parallel_size: 3 .*a divisor of 8"),
         ("--rollout_engine vllm_server", "--servers: 0"),
+        ("--rollout_engine sglang", "--servers: 0"),
+        ("--rollout_engine sglang --servers 1 --sync_deltas", "--sync_deltas: True with --rollout_engine sglang"),
         ("--rollout_engine vllm_server --servers 1 --changed_share 0.1", "--changed_share: 0.1 without --sync_deltas"),
         ("--rollout_engine hf --token_rate 0", "--token_rate: 0"),
         ("--rollout_engine hf --prompt_len 4096", "--prompt_len: 4096"),

@@ -6,6 +6,7 @@ python -m trainer.cli.plan MODEL --gpus 8 --rollout_engine vllm_server --servers
 Nothing is downloaded but the config, and no weight is read. Predicted memory and bytes are explained in docs/plan.md.
 """
 
+import math
 import os
 from typing import Optional
 
@@ -16,9 +17,9 @@ from trainer.model_folders.folder_names import only_on_hub
 from trainer.planning import plan_inputs as inputs
 from trainer.planning.idle_share import Lengths
 
-ENGINES = ("hf", "vllm", inputs.ON_SERVERS)
+ENGINES = ("hf", "vllm", *inputs.ON_SERVERS)
 ROLLOUT_FLAGS = {  # kind, default, help
-    "servers": (int, 0, "vllm_server: number of servers, on GPUs of their own"),
+    "servers": (int, 0, "vllm_server and sglang: number of servers, on GPUs of their own"),
     "engine_tensor_parallel_size": (int, 1, "vllm and servers: GPUs of an engine"),
     "engine_memory": (float, 0.0, "vllm and servers: share of a GPU's memory (default: 0.5 and 0.9)"),
     "max_staleness": (int, 0, "rollouts by which weights may be old"),
@@ -44,6 +45,7 @@ def build_parser() -> ReadingParser:
         ("max_len", int, 4096, "tokens of a packed sample"),
         ("train_batch_size", int, 128, "samples per step, over all ranks"),
         ("micro_train_batch_size", int, 1, "samples per forward pass on one rank"),
+        ("frozen_models", int, 0, "models of the same size that are only read: a reference, each teacher"),
         ("reserve", float, inputs.RESERVE, "GB of a GPU for the driver, NCCL and fragments"),
         ("tflops", float, inputs.TFLOPS, "bf16 TFLOP/s that a GPU reaches, not its peak"),
         ("node_rate", float, inputs.NODE_RATE, "GB/s of a GPU to others in its node"),
@@ -69,9 +71,17 @@ def parse(argv: list[str]) -> tuple[str, inputs.Machine, float, inputs.Work, Opt
     for name in ("gpus", "nodes", "max_len", "train_batch_size", "micro_train_batch_size"):
         if flags[name] < 1:
             raise UserError(f"--{name}", str(flags[name]), "1 or more")
+    if flags["frozen_models"] < 0:
+        raise UserError("--frozen_models", str(flags["frozen_models"]), "0 or more")
+    for name, value in flags.items():
+        if isinstance(value, float) and not 0 <= value < math.inf:
+            raise UserError(f"--{name}", f"{value:g}", "a finite number of 0 or more")
+    if flags["gpu_memory"] <= flags["reserve"]:
+        raise UserError("--gpu_memory", f"{flags['gpu_memory']:g} GB, and --reserve takes {flags['reserve']:g}", "more")
     model, engine = flags.pop("model"), flags.pop("rollout_engine")
     own = {name: flags.pop(name) for name in (*ROLLOUT_FLAGS, "sync_deltas")}
-    work = inputs.Work(flags.pop("train_batch_size"), flags.pop("micro_train_batch_size"), flags.pop("max_len"))
+    sizes = [flags.pop(name) for name in ("train_batch_size", "micro_train_batch_size", "max_len")]
+    work = inputs.Work(*sizes, num_frozen=flags.pop("frozen_models"))
     machine = inputs.machine_of(**flags)
     return model, machine, flags["gpu_memory"], work, rollouts_of(engine, own, machine.gpus, work.max_len)
 
@@ -85,19 +95,20 @@ def rollouts_of(engine: Optional[str], flags: dict, gpus: int, max_len: int) -> 
     refused = {
         None: (*ROLLOUT_FLAGS, "sync_deltas"),
         "vllm": ("servers", "sync_deltas", "changed_share", "max_staleness"),
+        "sglang": ("sync_deltas", "changed_share"),
         "hf": ("servers", "sync_deltas", "changed_share", "engine_tensor_parallel_size", "engine_memory"),
     }
     usual = {name: default for name, (_, default, _) in ROLLOUT_FLAGS.items()} | {"sync_deltas": False}
     for name in refused.get(engine, () if flags["sync_deltas"] else ("changed_share",)):
         if flags[name] != usual[name]:
             where = f"with --rollout_engine {engine}" if engine else "without --rollout_engine"
-            where = "without --sync_deltas" if engine == inputs.ON_SERVERS else where
+            where = "without --sync_deltas" if engine == "vllm_server" else where
             raise UserError(f"--{name}", f"{flags[name]} {where}, where it has no meaning", "leave it out")
     if engine is None:
         return None
-    if engine == inputs.ON_SERVERS and flags["servers"] < 1:
+    if engine in inputs.ON_SERVERS and flags["servers"] < 1:
         raise UserError("--servers", str(flags["servers"]), f"1 or more with --rollout_engine {engine}")
-    if engine != inputs.ON_SERVERS and gpus % flags["engine_tensor_parallel_size"]:
+    if engine not in inputs.ON_SERVERS and gpus % flags["engine_tensor_parallel_size"]:
         raise UserError(
             "--engine_tensor_parallel_size", str(flags["engine_tensor_parallel_size"]), f"a divisor of {gpus}"
         )
@@ -110,7 +121,7 @@ def rollouts_of(engine: Optional[str], flags: dict, gpus: int, max_len: int) -> 
         raise UserError("--prompt_len", str(flags["prompt_len"]), f"less than --max_len {max_len}")
     return inputs.Rollouts(
         engine, flags["engine_tensor_parallel_size"], flags["servers"],
-        flags["engine_memory"] or (0.9 if engine == inputs.ON_SERVERS else 0.5), flags["micro_rollout_batch_size"],
+        flags["engine_memory"] or (0.9 if engine in inputs.ON_SERVERS else 0.5), flags["micro_rollout_batch_size"],
         flags["max_staleness"], flags["sync_deltas"], flags["changed_share"], flags["rollout_batch_size"],
         flags["n_samples_per_prompt"], flags["prompt_len"],
         Lengths(flags["response_median"], flags["response_spread"], longest), flags["token_rate"],

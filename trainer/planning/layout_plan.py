@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line
 from trainer.metrics import counted, shown_number
 from trainer.model_folders.model_folder import read_config
 from trainer.planning.plan_engines import EngineNeeds, engine_needs, engine_report
@@ -69,7 +69,7 @@ def judge(
     num_micro, rest = divmod(work.samples, layout.dp * work.micro)
     if work.by_tokens:
         num_micro, rest = num_micro + bool(rest), 0
-    found = needs(layout, s, tokens, work.dtype, work.has_frozen_copy)
+    found = needs(layout, s, tokens, work.dtype, work.num_frozen)
     found = with_engine(found, engine) if engine else found
     room, host_room = machine.room, machine.host_memory / machine.gpus_per_node
     problem = (engine and engine.problem) or refusal(layout, s, model)
@@ -212,4 +212,4 @@ def meta_model(name: str, flag: str = "MODEL") -> torch.nn.Module:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
-        raise UserError(flag, f"{name}: {str(error).splitlines()[0]}", "a model folder") from None
+        raise UserError(flag, f"{name}: {one_line(error)}", "a folder of a model that generates") from None

@@ -11,7 +11,7 @@ from typing import Optional
 
 from trainer.metrics import counted
 from trainer.planning.idle_share import Idle, simulated
-from trainer.planning.plan_inputs import GB, ON_SERVERS, Machine, Rollouts
+from trainer.planning.plan_inputs import GB, Machine, Rollouts
 from trainer.planning.plan_memory import BF16, FP32, Layout, Sizes
 from trainer.planning.plan_traffic import Sent, gathered
 from trainer.rollout.engines.weight_stream import WHOLE, Head
@@ -111,9 +111,9 @@ def sync_seconds(layout: Layout, s: Sizes, machine: Machine, rollouts: Rollouts,
     width = width_of(dtype)
     gathering = received_bytes(layout, s, rollouts, width)
     seconds = gathering.bytes / gathering.rate(machine)
-    if rollouts.max_staleness or rollouts.engine == ON_SERVERS:
+    if rollouts.max_staleness or rollouts.on_servers:
         seconds += width * s.num_params / machine.host_rate
-    if rollouts.engine == ON_SERVERS:
+    if rollouts.on_servers:
         most = -(-rollouts.servers // machine.gpus)
         seconds += most * rollouts.engine_tp * message_bytes(s, width, rollouts.changed) / machine.network_rate
     return seconds
@@ -126,7 +126,7 @@ def predicted_idle(rollouts: Rollouts, machine: Machine, tokens_per_second: floa
     tokens = sum(length for rollout in drawn for group in rollout for length in group) / SIMULATED
     train_time = (tokens + rollouts.prompts * rollouts.group * rollouts.prompt_len) / tokens_per_second
     times = [[[length / rollouts.token_rate for length in group] for group in rollout] for rollout in drawn]
-    on_servers, stale = rollouts.engine == ON_SERVERS, rollouts.max_staleness > 0
+    on_servers, stale = rollouts.on_servers, rollouts.max_staleness > 0
     engines = rollouts.servers if on_servers else machine.gpus // rollouts.engine_tp
     drivers = min(machine.gpus, engines)
     return simulated(
@@ -154,7 +154,7 @@ def engine_report(
         f"- a sync: {found.weights / GB:.1f} GB; a rank receives {gathering / GB:.1f} GB; "
         f"{sync_seconds(layout, s, machine, rollouts, dtype):.2g} s",
     ]
-    if rollouts.engine == ON_SERVERS:
+    if rollouts.on_servers:
         sent = message_bytes(s, width, rollouts.changed) * rollouts.engine_tp
         what = "weights" if rollouts.changed is None else f"changes of {rollouts.changed:.1%} of the values"
         lines.append(
@@ -162,7 +162,7 @@ def engine_report(
             f"a process of it keeps {found.server_host / GB:.1f} GB in host memory"
         )
     whose = f"the engines {idle.generating:.0%} of the time, training ranks {idle.training:.0%}"
-    if rollouts.engine != ON_SERVERS and not rollouts.max_staleness:  # the two take turns on the same GPUs
+    if not rollouts.on_servers and not rollouts.max_staleness:  # the two take turns on the same GPUs
         whose = f"the GPUs {idle.generating + idle.training - 1:.0%} of the time"
     lines += [
         f"- idle: {whose}; a rollout takes {idle.seconds / SIMULATED:.0f} s (simulated: {counted(rollouts.prompts, 'prompt')} x "

@@ -7,7 +7,7 @@ from trainer.errors import UserError
 from trainer.planning.idle_share import Lengths
 
 GB = 1e9
-ON_SERVERS = "vllm_server"  # the engine on GPUs of its own
+ON_SERVERS = ("vllm_server", "sglang")  # engines on GPUs of their own
 # a GPU and its node, unless flags say otherwise. The rates are what training reaches, not peaks
 GPU_MEMORY, HOST_MEMORY = 80, 1000  # GB of one GPU, and of one node
 RESERVE = 8  # GB of a GPU for the driver, NCCL and fragments
@@ -45,7 +45,7 @@ class Work:
     max_len: int
     by_tokens: bool = False  # any number of samples can be spread over the ranks
     dtype: str = "bf16"
-    has_frozen_copy: bool = False  # such as the reference model of DPO
+    num_frozen: int = 0  # further models of this size that are only read, such as a reference or a teacher
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Rollouts:
     engine: str  # of --rollout_engine
     engine_tp: int  # GPUs of an engine
     servers: int
-    memory_share: float  # of a GPU, for vLLM
+    memory_share: float  # of a GPU, for vLLM or a server
     slots: int  # responses at a time, of a rank or a server
     max_staleness: int
     sync_deltas: bool
@@ -70,6 +70,10 @@ class Rollouts:
     def longest(self) -> int:
         """Tokens of a prompt and its longest response."""
         return self.prompt_len + int(self.lengths.longest)
+
+    @property
+    def on_servers(self) -> bool:
+        return self.engine in ON_SERVERS
 
     @property
     def changed(self) -> Optional[float]:

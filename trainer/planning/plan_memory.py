@@ -160,17 +160,17 @@ class Needs:
         return max(self.load, self.step, self.save, self.generate)
 
 
-def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", has_frozen_copy: bool = False) -> Needs:
+def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", num_frozen: int = 0) -> Needs:
     """The memory of full fine-tuning with AdamW. `tokens` counts a micro-batch on one rank.
 
-    With `dtype` fp32, activations count twice: an upper bound. A frozen copy is sharded like the trained model.
+    With `dtype` fp32, activations count twice: an upper bound. `num_frozen` further models are sharded like the trained one.
     """
     p, layer = s.num_params / layout.tp, (s.largest_layer - s.layer_experts * (1 - 1 / layout.ep)) / layout.tp
     n = layout.num_shards * (1 if layout.backend == "fsdp2" else layout.dp_replicate)
     found, width = predict(layout.backend, layout.stage, dtype, n, p, layer), 2 if dtype == "fp32" else 1
-    extra = width * activations(layout, s, tokens)
-    if has_frozen_copy:
-        extra += MASTERS * p / n if layout.backend == "fsdp2" else width * BF16 * p / (n if layout.stage == 3 else 1)
+    one = MASTERS * p / n if layout.backend == "fsdp2" else width * BF16 * p / (n if layout.stage == 3 else 1)
+    frozen = num_frozen * one
+    extra = frozen + width * activations(layout, s, tokens)
     if layout.reduce_once and layout.backend == "fsdp2":
         extra += GRADS * p  # whole gradients until the last micro-batch
     if layout.backend == "deepspeed" and layout.dp_replicate > 1:
@@ -179,14 +179,14 @@ def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", has_frozen
     if layout.backend == "deepspeed" and layout.stage < 3 and layout.tp > 1:
         host = max(host, BF16 * s.num_params)  # AutoTP shards the whole model, which was read to host memory
     if not layout.offload:
-        return Needs(found.load, found.step + extra, found.state, host)
+        return Needs(found.load, found.step + extra, found.state + frozen, host)
     state, gathered = (MASTERS + MOMENTS + GRADS) * p / n, found.step - found.state - GRADS * p / n
     buffers = max(min(state, BUFFER_BYTES), (MASTERS + BF16) * layer)  # of checkpoints, and one tensor of the model
     if layout.backend == "fsdp2":  # weights and gradients are pinned
         pinned = pinned_bytes(s, layout.tp * n)
         state += 2 * pinned - (MASTERS + GRADS) * p / n
         buffers = max(buffers, pinned)  # gradients of a micro-batch, before they are added to the earlier ones
-    return Needs(0.0, max(gathered, (3 * BF16 + FP32) * layer) + extra, 0.0, state + buffers)
+    return Needs(0.0, max(gathered, (3 * BF16 + FP32) * layer) + extra, frozen, state + buffers)
 
 
 def refusal(layout: Layout, s: Sizes, model: Optional[torch.nn.Module] = None) -> Optional[str]:
