@@ -13,6 +13,7 @@ import cases
 import judge
 import methods
 import page
+import record
 
 cases.EPOCHS = methods.EPOCHS = 1  # what is planted shows in two steps; the page's runs have four epochs
 
@@ -36,10 +37,24 @@ def write_run(folder, curve, final) -> None:
 
 
 def test_the_page_is_the_committed_results():
-    record = json.loads((ROOT / "docs/record.json").read_text())
+    results = json.loads((ROOT / "docs/record.json").read_text())
     sizes = json.loads((ROOT / "docs/record_tensor_parallel.json").read_text())
-    assert (ROOT / "docs/record.md").read_text() == page.page(record, sizes)
-    assert {cell["verdict"] for cells in record.values() for cell in cells.values()} <= page.SIGNS.keys()
+    assert (ROOT / "docs/record.md").read_text() == page.page(results, sizes)
+    assert {cell["verdict"] for cells in results.values() for cell in cells.values()} <= page.SIGNS.keys()
+
+
+def test_a_cell_counts_its_runs_until_a_version_or_a_verdict_changes():
+    cell = {"verdict": "wrong", "note": "a mean of means", "version": "1.0"}
+    first = record.with_runs(cell, {})
+    again = record.with_runs(cell, first)
+    assert [record.with_runs(cell, before)["runs"] for before in ({}, first, again, cell)] == [1, 2, 3, 2]
+    for change in ({"version": "1.1"}, {"verdict": "equal"}, {"note": "other"}):
+        assert record.with_runs({**cell, **change}, again)["runs"] == 1
+    rows = {
+        "TRL": {"a": again, "b": first, "c": {"verdict": "equal"}, "d": {"verdict": "none"}},
+        "this trainer, fsdp2": {"a": again},
+    }
+    assert "1 of 3 cells ran again" in page.runs_text(rows) and "it is 1 of 2." in page.runs_text(rows)
 
 
 def test_the_page_fits_a_phone():
@@ -102,6 +117,18 @@ def test_the_judge_names_what_is_planted_in_pairs_and_rollouts(inputs, tmp_path,
     write_run(tmp_path, curve, final)
     found = judge.judge(inputs, tmp_path, condition)
     assert (found["verdict"], found["note"]) == (choice.verdict, choice.name)
+
+
+def test_the_rounding_of_the_plain_loop_is_no_difference():
+    """What the loop in fp64 shows of its rounding is allowed at that step, and no more."""
+    log = [{"loss": 0.5, "grad_norm": 1.0}, {"loss": 0.1500020123, "grad_norm": 1.0}]
+    plain, exact = [(0.5, 1.0), (0.1500000123, 1.0)], [(0.5, 1.0), (0.1499980123, 1.0)]
+    assert judge.distances(log, plain)["loss"] == pytest.approx(2e-6 / 0.15, rel=1e-3) and not judge.is_equal(
+        judge.distances(log, plain)
+    )
+    assert judge.distances(log, plain, exact)["loss"] < 1e-9
+    log[0]["loss"] = 0.5001
+    assert judge.distances(log, plain, exact)["loss"] == pytest.approx(2e-4, rel=1e-3)
 
 
 def test_the_plain_loop_of_pairs_is_that_of_one_padded_batch(inputs):

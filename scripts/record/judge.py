@@ -98,25 +98,41 @@ def distance(value: float, expected: float, allowed: float) -> float:
     return max(abs(value - expected) - allowed, 0.0) / abs(expected) if math.isfinite(value) else math.inf
 
 
-def distances(log: list[dict], curve: list[tuple[float, float]]) -> dict[str, float]:
-    """Worst relative differences of losses and gradient norms over the steps of a log. A log's own rounding is allowed."""
+def distances(log: list[dict], curve: list[tuple[float, float]], exact: list | None = None) -> dict[str, float]:
+    """Worst relative differences of losses and gradient norms over the steps of a log.
+
+    A log's own rounding is allowed. `exact` is the curve in fp64: the rounding of the plain loop at each step is allowed, too.
+    AdamW widens the rounding of gradients near 0, so that the plain loop itself may be beyond the limits after some steps.
+    """
     found = {}
     for place, (name, key) in enumerate((("loss", "loss"), ("norm", "grad_norm"))):
         allowed = rounding([row[key] for row in log])
-        found[name] = max(distance(row[key], plain[place], allowed) for row, plain in zip(log, curve, strict=False))
+        found[name] = max(
+            distance(row[key], plain[place], allowed + abs(plain[place] - right[place]))
+            for row, plain, right in zip(log, curve, exact or curve, strict=False)
+        )
     return found
 
 
-def compare(log: list[dict], theirs: dict, curve, first: dict, final: dict) -> dict:
+def compare(log: list[dict], theirs: dict, curve, first: dict, final: dict, exact: list | None = None) -> dict:
     """Worst relative differences of losses, gradient norms and final weights."""
     moved = math.sqrt(sum((final[name] - first[name]).square().sum().item() for name in final))
     away = math.sqrt(sum((theirs[name].float() - final[name]).square().sum().item() for name in final))
-    return {**distances(log, curve), "weights": away / moved}
+    return {**distances(log, curve, exact), "weights": away / moved}
 
 
 def is_equal(found: dict) -> bool:
     limits = {"loss": LOSS_LIMIT, "norm": NORM_LIMIT, "weights": WEIGHT_LIMIT}
     return all(found[name] <= limits[name] for name in limits.keys() & found.keys())
+
+
+def compared(log: list[dict], theirs: dict, condition: dict, run) -> dict:
+    """`compare` with a plain loop. One of pairs or rollouts that is slightly off is run in fp64, too, for its rounding."""
+    found = compare(log, theirs, *run())
+    is_near = found["loss"] <= 10 * LOSS_LIMIT and found["norm"] <= 10 * NORM_LIMIT
+    if "method" not in condition or is_equal(found) or not is_near:
+        return found
+    return compare(log, theirs, *run(), exact=run(dtype=torch.float64)[0])
 
 
 def candidates(inputs: Path, condition: dict) -> tuple:
@@ -136,7 +152,7 @@ def judge(inputs: Path, output: Path, condition: dict) -> dict:
     """
     log = [row for row in read_log(output) if "loss" in row and "grad_norm" in row]
     plain, others = candidates(inputs, condition)
-    curve, first, final = plain()
+    curve, *_ = plain()
     if condition.get("resume") and any((output / at).exists() for at in ("checkpoint-2", "run/checkpoints/step_2")):
         return {"verdict": "wrong", "note": "it started again from the first step"}
     if len(log) != len(curve):
@@ -148,12 +164,12 @@ def judge(inputs: Path, output: Path, condition: dict) -> dict:
             "note": f"{note}; those are equal to {first}" if (first := next(same, "")) else note,
         }
     theirs = saved_weights(output)
-    found, verdict, note, chosen = compare(log, theirs, curve, first, final), "equal", "", None
+    found, verdict, note, chosen = compared(log, theirs, condition, plain), "equal", "", None
     if not is_equal(found):
         verdict = "wrong"
         note = f"step 1: loss {log[0]['loss']:.6g}, plain {curve[0][0]:.6g}; norm {log[0]['grad_norm']:.6g}, plain {curve[0][1]:.6g}"
         for kind, name, mask, run in others:
-            other = compare(log, theirs, *run())
+            other = compared(log, theirs, condition, run)
             if is_equal(other):
                 found, verdict, note, chosen = other, kind, name, mask
                 break

@@ -93,7 +93,7 @@ def answer_log_probs(
     model: torch.nn.Module, prompt: list[int], answer: list[int], kept: list | None = None
 ) -> torch.Tensor:
     """log p of each token of an answer, (tokens,); with `kept`, of the distribution over each token's set."""
-    logits = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    logits = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     if kept:
         cut = torch.full_like(logits, -math.inf)
         for place, ids in enumerate(kept):
@@ -197,7 +197,7 @@ def read_items(inputs: Path, condition: dict) -> list[list[dict]]:
 
 
 def plain_method_curve(
-    inputs: Path, condition: dict, choice: Choice | None = None
+    inputs: Path, condition: dict, choice: Choice | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[list[tuple[float, float]], dict, dict]:
     """((loss, gradient norm) of each step, the first weights, the final weights), as judge.plain_curve has them."""
     kind, name = (
@@ -205,7 +205,7 @@ def plain_method_curve(
         if condition["method"] == "rm"
         else (AutoModelForCausalLM, "model")
     )
-    model, reference = (kind.from_pretrained(inputs / name, dtype=torch.float32).train() for _ in range(2))
+    model, reference = (kind.from_pretrained(inputs / name, dtype=dtype).train() for _ in range(2))
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     choice, loss_of = choice or Choice("", "equal", ()), LOSSES[condition["method"]]
 

@@ -40,8 +40,11 @@ CLOSING = """
 - <span class="verdict refused">⬜</span> **refuses**: the trainer ends with an error on this machine.
 - **– not offered**: the trainer has no such feature.
 
-The limits are relative. Where a log rounds its values, the rounding is allowed too. Five cells of axolotl have one cause: these
-conditions accumulate over micro-batches.
+The limits are relative. Where a log rounds its values, the rounding is allowed too. So is that of the plain loop, in the second
+table: there it runs in fp64, too, if a cell is slightly off. AdamW widens rounding, as [below](#known-reports). Five cells of
+axolotl have one cause: these conditions accumulate over micro-batches.
+
+{runs}
 
 ## Notes
 
@@ -126,6 +129,7 @@ python scripts/record/page.py
 ```
 
 The first command makes an environment for each trainer. The second runs all cells, the third the losses by the tensor-parallel size.
+The three scripts run in this trainer's own environment, with its extra `lora`.
 For one cell, name its environment, its trainer and its condition:
 
 <!-- slow: two environments -->
@@ -168,6 +172,23 @@ def sizes_text(sizes: dict) -> str:
     return SIZES.format(trainers=trainers, **{dtype: f"{value:.0e}" for dtype, value in worst.items()})
 
 
+def runs_text(record: dict) -> str:
+    """How many cells of other trainers were run again. A cell that is not offered has no run."""
+    cells = [
+        cell
+        for name, row in record.items()
+        if not name.startswith("this trainer")
+        for cell in row.values()
+        if cell["verdict"] != "none"
+    ]
+    again = [cell for cell in cells if cell.get("runs", 1) > 1]
+    wrong = [[cell for cell in group if cell["verdict"] == "wrong"] for group in (again, cells)]
+    return (
+        f"Of other trainers, {len(again)} of {len(cells)} cells ran again on the same version, with the same verdict and "
+        f"note. Of those that differ, it is {len(wrong[0])} of {len(wrong[1])}."
+    )
+
+
 def cell_text(cell: dict | None) -> str:
     if cell is None:
         return "not run"
@@ -196,7 +217,7 @@ def page(record: dict, sizes: dict) -> str:
         for condition, cell in cells.items():
             if cell["note"]:
                 notes.setdefault((trainer, cell["verdict"], cell["note"]), []).append(condition)
-    lines.append(CLOSING.rstrip("\n"))
+    lines.append(CLOSING.rstrip("\n").format(runs=runs_text(record)))
     for (trainer, _, note), conditions in notes.items():
         where = "all conditions" if len(conditions) == len(record[trainer]) else "; ".join(conditions)
         lines.append(f"| {trainer} | {where} | {' '.join(note.split()).replace('|', '/')} |")

@@ -111,6 +111,18 @@ def version(python: str, package: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
 
 
+def with_runs(cell: dict, before: dict) -> dict:
+    """The cell with "runs": how often this version had this verdict and note, this time included. What is not offered has no runs."""
+    if cell["verdict"] == "none":
+        return cell
+    again = all(cell[key] == before.get(key) for key in ("verdict", "note", "version"))
+    return {**cell, "runs": before.get("runs", 1) + 1 if again else 1}
+
+
+def read_record() -> dict:
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -129,13 +141,12 @@ def main() -> None:
         args.folder.mkdir(parents=True, exist_ok=True)
         cases.make(args.folder / "inputs")
         methods.make(args.folder / "inputs")
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for name in args.trainers:
         for condition in args.conditions:
             if name not in trainers_of(condition):
                 continue
             environment, _, _, package = trainers_of(condition)[name]
-            before = record.get(name, {}).get(condition, {})
+            before = read_record().get(name, {}).get(condition, {})
             if args.judge_only and before.get("verdict", "refused") in ("refused", "none"):
                 continue
             cell = run(name, condition, args.environments, args.folder, args.timeout, args.judge_only)
@@ -143,7 +154,11 @@ def main() -> None:
                 "version": version(python_of(args.environments, environment), package),
                 "date": str(datetime.date.today()),
             }
-            cell |= {key: before[key] for key in made} if args.judge_only else made
+            if args.judge_only:
+                cell |= {key: before[key] for key in (*made, "runs") if key in before}
+            else:
+                cell = with_runs(cell | made, before)
+            record = read_record()  # another process may have written its cells
             record.setdefault(name, {})[condition] = cell
             print(f"{name} | {condition}: {json.dumps(cell)}", flush=True)
             RECORD.write_text(json.dumps(record, indent=1) + "\n")
