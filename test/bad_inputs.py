@@ -56,6 +56,7 @@ sft --config broken.yaml
 sft --config binary.bin
 sft --config peer.yaml
 sft --config types.yaml
+sft --config null.yaml
 sft --config .
 @sft --pretrain nowhere
 @sft --pretrain ./nowhere
@@ -71,6 +72,7 @@ sft --config .
 @sft --pretrain small_vocab
 @sft --pretrain odd_type
 @sft --pretrain code_model
+@sft --pretrain encoder
 @sft --pretrain a/b/c
 @sft --pretrain 'a b/c'
 @sft --dataset none.jsonl
@@ -93,6 +95,11 @@ sft --config .
 @sft --dataset broken.csv
 @sft --dataset demo/sft.jsonl#x
 @sft --dataset demo/sft.jsonl#0
+@sft --dataset demo/sft.jsonl#50%
+@sft --dataset demo/model
+@sft --dataset demo/pairs.jsonl
+@sft --dataset demo/prompts.jsonl
+@sft --dataset parquet.jsonl
 @sft --dataset demo/sft.jsonl,none.jsonl
 @sft --dataset demo/sft.jsonl,demo/sft.jsonl --dataset_probs 0.5
 @sft --dataset demo/sft.jsonl,demo/sft.jsonl --dataset_probs 0.5,x
@@ -161,6 +168,9 @@ sft --pretrain demo/model --dataset keys.jsonl --output_dir out --pretrain_mode 
 @sft --lora_alpha 4
 @sft --lora_rank 4 --target_modules nothing
 @sft --lora_rank 4 --target_modules ,
+@sft --lora_rank 4 --target_modules q_proj,nothing
+@sft --lora_rank 4 --target_modules '[q_proj,v_proj]'
+@sft --lora_rank 4 --target_modules 'q_proj v_proj'
 @sft --lora_rank 4 --lora_dropout 1
 @sft --load_in_4bit
 @sft --lora_rank 4 --load_in_4bit
@@ -177,6 +187,10 @@ sft --pretrain demo/model --dataset keys.jsonl --output_dir out --pretrain_mode 
 @sft --output_dir demo/sft.jsonl
 @sft --output_dir demo/model
 @sft --output_dir /proc/none
+@sft --output_dir ''
+@sft --output_dir demo/sft.jsonl/x
+@sft --output_dir broken_link
+@sft --output_dir long/xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx
 @sft --save_path /
 @sft --save_path demo
 @sft --save_path demo/sft.jsonl
@@ -238,7 +252,11 @@ sft --pretrain demo/model --dataset keys.jsonl --output_dir out --pretrain_mode 
 @kd --kd_coef 2
 @kd --kd_temperature 0
 @kd --streaming
+@kd --teacher_weights -1
+@kd --teacher_weights 1e999
+@kd --teacher demo/model,demo/model --teacher_weights .nan 1
 kd --pretrain demo/model --dataset demo/sft.jsonl --apply_chat_template
+@ppo --reward_weights .nan
 @scores --reward_func nowhere.py
 @scores --reward_func nothing
 @scores --reward_func ''
@@ -306,10 +324,14 @@ serve_train --pretrain demo/model --port 99999
 check
 check nowhere
 check demo/sft.jsonl
+check demo/model --timeout 0
 plan
 plan /nowhere --gpus 8
 plan demo/model --gpus 0
 plan demo/model --gpus x
+plan demo/model --gpus 8 --gpu_memory nan
+plan demo/model --gpus 8 --gpu_memory 4
+plan t5 --gpus 8
 plan demo/sft.jsonl --gpus 8
 doctor stray
 doctor --nothing
@@ -383,12 +405,14 @@ FILES = {
     "binary.bin": bytes(range(256)),
     "latin.jsonl": '{"messages": "\u00e9"}\n'.encode("latin-1"),
     "broken.parquet": b"PAR1 and no more",
+    "parquet.jsonl": b"PAR1 and no more",
     "broken.csv": b'a,b\n"1,2\n',
     "list.yaml": b"- a\n- b\n",
     "empty_key.yaml": b": 1\n",
     "broken.yaml": b"a: [1\nb: }\n",
     "peer.yaml": b"model_name_or_path: m\nper_device_train_batch_size: 2\n",
     "one_response.yaml": b"label_key: label\nreward_func: exact_match\npreset: grpo\n",
+    "null.yaml": b"pretrain: demo/model\ndataset: demo/sft.jsonl\nseed: null\n",
     "types.yaml": b"pretrain: [a, b]\nlearning_rate: {a: 1}\n",
 }
 
@@ -413,6 +437,8 @@ def make_files(folder: Path) -> None:
         "odd_type": json.dumps(config | {"model_type": "nothing"}),
         "code_model": json.dumps(config | {"model_type": "x", "auto_map": {"AutoModelForCausalLM": "code.Model"}}),
     }
+    changed["encoder"] = json.dumps({"model_type": "bert", "vocab_size": config["vocab_size"]})
+    changed["t5"] = json.dumps({"model_type": "t5", "vocab_size": config["vocab_size"]})
     for name in (*changed, "no_weights", "no_tokenizer", "cut_weights", "empty_weights"):
         shutil.copytree(model, folder / name)
         if name in changed:
@@ -423,6 +449,7 @@ def make_files(folder: Path) -> None:
     weights = (model / "model.safetensors").read_bytes()
     (folder / "cut_weights/model.safetensors").write_bytes(weights[:2000])
     (folder / "empty_weights/model.safetensors").write_bytes(b"")
+    (folder / "broken_link").symlink_to("nowhere")
     (folder / "used").mkdir()
     (folder / "used/metrics.jsonl").write_text("{}\n")
     (folder / "damaged/step_1").mkdir(parents=True)

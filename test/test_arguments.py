@@ -121,7 +121,13 @@ def test_flags_after_a_config_override_it(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("report_to", ["wandb"], "a text"),
+        ("report_to", ["wandb", "mlflow"], "a text, as in report_to: wandb,mlflow"),
+        ("system", ["a"], "a text"),
+        ("dataset_probs", [0.5, 0.5], "a text, as in dataset_probs: 0.5,0.5"),
+        ("limits", "pixels=5", r"a list, as in limits: \[pixels=5\]"),
+        ("allow_change", True, r"a list, as in allow_change: \[true\]"),
+        ("adam_betas", "0.9,0.95", r"a list of 2, as in adam_betas: \[0.9, 0.95\]"),
+        ("adam_betas", 0.9, r"a list of 2, as in adam_betas: \[0.9\]"),
         ("learning_rate", "fast", "a number above 0"),
         ("packing_samples", "maybe", "true or false"),
         ("backend", "ddp", "deepspeed, fsdp2"),
@@ -134,6 +140,21 @@ def test_a_value_of_another_type_is_refused_in_words(tmp_path, name, value, allo
     config.write_text(yaml.safe_dump({name: value}))
     with pytest.raises(UserError, match=rf"^--{name}: .*\(allowed: .*{allowed}\)$"):
         parse("--config", str(config))
+
+
+@pytest.mark.parametrize("name", ["output_dir", "pretrain", "dataset", "save_path"])
+@pytest.mark.parametrize("variable", ["${OUT}", "$OUT"])
+def test_a_variable_that_no_shell_replaced_makes_no_folder(tmp_path, monkeypatch, name, variable):
+    monkeypatch.chdir(tmp_path)
+    config, path = tmp_path / "config.yaml", f"{variable}/x"
+    config.write_text(yaml.safe_dump({name: path}))
+    for argv in (["--config", str(config)], [f"--{name}", path]):
+        with pytest.raises(
+            UserError, match=rf"^--{name}: {re.escape(path)}: {re.escape(variable)} is not replaced here"
+        ):
+            parse(*argv)
+    (tmp_path / variable / "x").mkdir(parents=True)  # a folder may have such a name
+    assert getattr(parse("--config", str(config)), name) == path
 
 
 def test_a_key_twice_in_a_config_is_named(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from docs.test_commands import ARGUMENTS, check_flags
 from launch import run_process
 
-from trainer.cli.__main__ import OTHERS, RANKED, split
+from trainer.cli.__main__ import OTHERS, RANKED, run, split
 from trainer.errors import UserError
 from trainer.flags.generating_flags import OnlineDPOArguments
 from trainer.flags.groups import flags_of
@@ -84,3 +84,14 @@ def test_a_percent_sign_is_no_placeholder():
         parser.parse_args(["--shar", "1"])
     groups = [kind for field, kind in OnlineDPOArguments.__annotations__.items()][:1]
     assert build_parser(groups, "train_dpo --online", None).format_help().startswith(example_of("train_dpo --online"))
+
+
+@pytest.mark.parametrize("word", ["help", "--help", "-h"])
+def test_help_before_a_command_is_the_help_of_the_command(word, capsys, monkeypatch):
+    """`trainer help plan` is `trainer plan --help`; a name that is no command is refused."""
+    monkeypatch.setattr(sys, "argv", ["trainer"])
+    with pytest.raises(SystemExit, match="0"):
+        run([word, "plan"])
+    assert capsys.readouterr().out.startswith(example_of("plan"))
+    with pytest.raises(UserError, match="no such command"):
+        run([word, "plann"])

@@ -106,6 +106,14 @@ def test_a_run_folder_names_its_model(file, tmp_path):
         check_model_name(str(tmp_path), "--pretrain")
 
 
+@pytest.mark.parametrize("held", ["a.gguf", "a.gguf config.json"])
+def test_a_folder_of_a_gguf_file_says_how_to_convert_it(held, tmp_path):
+    for name in held.split():
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=f"Convert it: trainer export {tmp_path}/a.gguf MODEL"):
+        check_model_name(str(tmp_path), "--pretrain")
+
+
 # faults of one command, by what it costs to find them: flags alone, this machine's files, one file's content, the hub
 FAULTS = {
     "a pair of flags": (["--lora_dropout", "0.1"], "--lora_dropout"),

@@ -18,6 +18,7 @@ KINDS = {field.name: (field, hint) for command in COMMANDS.values() for field, h
 OTHERS = {  # values that a predicate may look for, besides those that a type gives
     "loss": ["kto", "simpo", "logexp", "dpo"],
     "loss_names": [("dpo",), ("simpo",)],
+    "max_logprob_diff": [float("inf"), 0.5],
     "optim": ["adafactor", "muon"],
     "preset": ["opd", "vapo", "grpo", "rloo", "reinforce++", "ppo"],
     "ref_model": ["another"],
@@ -30,7 +31,7 @@ OTHERS = {  # values that a predicate may look for, besides those that a type gi
     "eval_temperature": [0.005, 0.7],
     "train_on": ["last", "all"],
     "teacher": ["a", "a,b", "math=a"],
-    "teacher_weights": [[1.0], [1.0, 2.0, 3.0]],
+    "teacher_weights": [[1.0], [1.0, 2.0, 3.0], [-1.0]],
 }
 
 

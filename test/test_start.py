@@ -30,6 +30,7 @@ from trainer.runs.run_data import shortened
 from trainer.runs.start_line import (
     NO_BF16,
     check_launcher,
+    check_ranks_given,
     count_parameters,
     folder_here,
     multiplies_bf16,
@@ -150,7 +151,8 @@ def test_a_typo_and_the_first_line_come_at_once(demo, flags, goal):
         with subprocess.Popen(command, cwd=demo, env=_environment(), **streams) as process:
             line = process.stdout.readline()
             clock.append(time.monotonic() - begin)
-            process.kill()
+            # Not `process.kill`: where the process has ended, that takes its exit status, and `wait4` would find no child.
+            os.kill(process.pid, signal.SIGKILL)
             process.returncode, used = os.wait4(process.pid, 0)[1:]
             cpu.append(used.ru_utime + used.ru_stime)
         assert line.startswith((b"error: --learning_rat: ", b"train_sft: demo/model")), line
@@ -230,6 +232,28 @@ def test_parameters_are_counted_from_the_headers_of_files(demo, tmp_path, monkey
     assert folder_here(str(tmp_path)) == tmp_path
     (tmp_path / names[0]).write_bytes(b"broken")
     assert count_parameters(tmp_path) is None and count_parameters(tmp_path / "none") is None
+
+
+def test_the_first_line_of_a_resumed_run_says_where_it_goes_on(tmp_path):
+    for name in ("step_8", "step_12"):
+        (tmp_path / "run/checkpoints" / name).mkdir(parents=True)
+    latest = [f"{tmp_path}/run, going on from step_12", f"{tmp_path}/new"]
+    for value, end in zip(
+        ["latest", "latest", "old/step_8", None],
+        [*latest, f"{tmp_path}/run, going on from old/step_8", f"{tmp_path}/run"],
+    ):
+        folder = end.partition(",")[0]
+        flags = {
+            "pretrain": "m",
+            "dataset": "d",
+            "learning_rate": 1,
+            "micro_train_batch_size": 8,
+            "load_checkpoint": value,
+            "output_dir": folder,
+        }
+        args = from_flat(COMMANDS["train_ppo"], flags)
+        assert start_line("train_ppo", args, None).endswith(f", to {end}")
+        assert start_line("train_ppo", args, None, trains=False).endswith(f", to {folder}")
 
 
 def test_a_long_first_sample_is_printed_without_its_middle():
@@ -363,6 +387,25 @@ def test_variables_that_another_tool_left_are_named(monkeypatch, given, found):
         monkeypatch.setenv(name, given[name]) if name in given else monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match=found) if found else contextlib.nullcontext():
         check_launcher()
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' .allowed: a number, as torchrun sets it; or unset WORLD_SIZE"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE: ''"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE: '0'"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK: '-1'"),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK: 3 with WORLD_SIZE 2 .allowed: a number below"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ""),
+        ({"WORLD_SIZE": "2"}, ""),
+    ],
+)
+def test_numbers_of_ranks_that_no_launcher_gives_are_refused(monkeypatch, given, found):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, given[name]) if name in given else monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match=found) if found else contextlib.nullcontext():
+        check_ranks_given()
 
 
 def test_a_start_that_failed_does_not_occupy_its_folder(tmp_path):

@@ -11,6 +11,7 @@ LEFT_OUT = "***"  # in place of a secret
 USER = re.compile(r"(?<=://)[^/\s?#]*(?=@)")
 SECRETS = r"key|token|secret|(?<!by)pass(?:word|wd|phrase|code)?|pwd|signature|sig|credentials?|auth|authorization"
 QUERY = re.compile(rf"(?i)([?&;#][^=&;\s]*(?:{SECRETS})=)[^&;\s,#]+")
+TYPE = re.compile(r"<class '(?:\w+\.)*(\w+)'>")  # as Python writes a type
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -59,9 +60,10 @@ class Failed(UserError):
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error that says something, or the name of its type."""
+    """The first line of an error that says something, with plain names of types. Without a line, the error's type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(":") if lines else type(error).__name__
+    lines = [line for line in lines if not line.startswith("Error(s) in loading")] or lines  # torch; the cause follows
+    return TYPE.sub(r"\1", lines[0]).rstrip(":") if lines else type(error).__name__
 
 
 class Interrupted(Exception):

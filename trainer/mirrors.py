@@ -76,6 +76,8 @@ class Wandb:
         options = {"dir": output_dir, "config": config, "id": run_id, "resume": "allow", "name": name}
         self._run = self._wandb.init(project=project, **options)
         self.run_id = self._run.id
+        if self._run.disabled:
+            print("WARNING: --report_to wandb: WANDB_MODE=disabled, so nothing is logged there", flush=True)
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
         self._run.log({"train/global_step": step, **numbers}, step=step)

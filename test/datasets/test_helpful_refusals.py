@@ -31,6 +31,8 @@ OF_SFT = {
     "roles as columns": ([{"user": "a", "assistant": "b"}], r"\(allowed: --input_key user --output_key assistant;"),
     "input of a batch": ([{"input": {"messages": [USER, ANSWER]}}], r"row 1: column input: an object with the keys messages \(allowed: --input_key input.messages\)"),
     "body of a batch": ([{"url": "/v1", "body": {"model": "m", "messages": [USER, ANSWER]}}], r"nothing says what .* url, body \(allowed: --input_key body.messages\)"),
+    "a pair": ([{"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}], r"no sample is left: .*\(allowed: train_dpo or train_rm for pairs"),
+    "prompts": ([{"messages": [USER]}], r"no sample is left: .*train_ppo for prompts alone\)"),
     "another conversation": ([{"dialog": [USER, ANSWER]}], r"\(allowed: --input_key dialog --apply_chat_template for"),
 }  # fmt: skip
 OF_PROMPTS = {
@@ -45,6 +47,8 @@ OF_FILES = {
     "lists": (json.dumps([[USER]]), "item 1: a list, not an object with keys .allowed: one object in each line"),
     "lines of lists": (f"{json.dumps([USER])}\n" * 2, "line 2: broken JSON .*allowed: one object in each line"),
     "two kinds": ('{"a": "b"}\n{"a": [1]}\n', "line 2: 'a' is a list here .*allowed: values of one kind in a column"),
+    "Parquet": ("PAR1\x15\x04", r"rows.jsonl: a Parquet file .allowed: a name that ends in .parquet"),
+    "zip": ("PK\x03\x04", "rows.jsonl: a zip archive, or a table of Excel"),
     "twice": ('{"a": 1, "a": 2}\n', "line 1: .*allowed: each key once"),
 }
 
@@ -61,6 +65,12 @@ def refusal(folder, text, tokenize, **flags) -> str:
         rows = load_rows(str(path), flag="--dataset", split="train")
         tokenize(rows, byte_tokenizer(template("<|im_end|>")), **COMMON, **flags)
     return str(error.value)
+
+
+def test_named_answers_of_pairs_that_are_cut_off_need_a_longer_max_len(tmp_path):
+    text = json.dumps({"prompt": "a" * 600, "chosen": "b", "rejected": "c"})
+    found = refusal(tmp_path, text, tokenize_sft, **SFT | {"input_key": "prompt", "output_key": "chosen"})
+    assert re.search(r"1 is cut off .*\(allowed: answers that fit into --max_len 500\)", found)
 
 
 @pytest.mark.parametrize("name", OF_SFT)
@@ -82,6 +92,12 @@ def test_rows_of_prompts(name, tmp_path):
 def test_files(name, tmp_path):
     text, found = OF_FILES[name]
     assert re.search(found, refusal(tmp_path, text, tokenize_sft, **SFT))
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "/proc/none")
+    found = refusal(tmp_path, json.dumps({"text": "a"}), tokenize_sft, **SFT)
+    assert found.startswith("HF_HOME: /proc/none cannot be made or written")
 
 
 def test_the_flag_of_a_conversation_inside_an_object_reads_it(tmp_path):

@@ -1,6 +1,7 @@
 """--eval_fraction: rows that evaluate are chosen by the seed, are never trained, and keep their numbers in the file."""
 
 import json
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -14,7 +15,7 @@ from trainer.datasets.samples.preparation import prepare_rows
 from trainer.datasets.samples.prepared import OPTIONS
 from trainer.errors import UserError
 from trainer.runs.preference_runs import load_dpo
-from trainer.runs.run_data import load_sft, part_of
+from trainer.runs.run_data import load_sft, note_long_samples, part_of
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +113,15 @@ def test_rows_that_share_a_sample_by_others_are_connected():
     found = _connected(rows)
     assert found[0] == found[1] == found[2] == found[3] != found[4]
     assert (_connected(np.array([[3], [1], [3]])) == [3, 1, 3]).all()
+
+
+def test_samples_beyond_the_tokens_of_a_micro_batch_are_told():
+    said = []
+    strategy, samples = SimpleNamespace(print=said.append), datasets.Dataset.from_dict({"num_tokens": [3, 9, 8, 9]})
+    for max_tokens in (None, 9, 8, 7):
+        note_long_samples(strategy, max_tokens, samples)
+    note_long_samples(strategy, 8, iter(samples))  # a stream
+    told = "more tokens, and each is a micro-batch of its own"
+    assert said == [
+        f"--max_tokens_per_micro_batch {limit}: {count} samples have {told}" for limit, count in ((8, 2), (7, 3))
+    ]

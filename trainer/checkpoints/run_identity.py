@@ -42,7 +42,7 @@ EFFECTS: dict[str, str] = {
     OBJECTIVE: """
         exact train_batch_size seed no_shuffle rollout_batch_size n_samples_per_prompt
         lora_alpha lora_dropout use_rslora load_in_4bit merge_adapter multiturn train_on pretrain_mode aux_loss_coef expert_bias_update_rate freeze_vision
-        teacher_answers generate_max_len temperature kd_coef kd_temperature kd_loss kd_beta kd_top_k teacher_weights
+        teacher_answers generate_max_len temperature kd_coef kd_temperature kd_loss kd_beta kd_top_k teacher_key teacher_weights
         loss loss_weights center_rewards_coef value_head_prefix margin_key beta f_divergence f_alpha label_smoothing
         simpo_gamma nll_loss_coef desirable_weight undesirable_weight label_key
         max_staleness partial_rollouts top_p top_k min_p stop routing_replay rollouts_from dynamic_filtering
@@ -71,7 +71,8 @@ EFFECTS: dict[str, str] = {
         ring_attn_kernel dp_replicate_size reduce_once device cpu_matmul ref_offload precompute_ref_logps teacher_offload
         micro_rollout_batch_size rollout_engine engine_urls engine_tensor_parallel_size vllm_gpu_memory_utilization
         offload_actor_optimizer share_prompts offload_reward offload_ref offload_critic env_concurrency env_lockstep
-        remote_rm_api_key judge_key_env judge_concurrency engine_api_key sync_deltas""",
+        remote_rm_api_key judge_key_env judge_concurrency engine_api_key sync_folder sync_deltas
+        speculative_tokens""",
     OUTPUT: """
         allow_no_stop print_model print_tp_plan heartbeat_timeout check_replicas_every output_dir overwrite save_path no_save
         certificate sign_key eval_steps evals_per_epoch saves_per_epoch logging_steps report_to use_wandb wandb_project run_name use_tensorboard parity_dump save_steps

@@ -30,6 +30,7 @@ OTHERS = (
 )  # fmt: skip
 # flags of torchrun, for runs on several nodes
 NODE_FLAGS = ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id")
+HELP = ("-h", "--help", "help")
 USAGE = f"""{example_of("trainer")}usage: trainer COMMAND [--nproc N] [--flag value ...]
 
 to train:   {", ".join(TRAINING)}
@@ -46,9 +47,12 @@ trainer COMMAND --help   an example, and all flags
 
 
 def run(argv: list[str]) -> None:
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(USAGE, end="")
-        return
+    if not argv or argv[0] in HELP:
+        argv = [word for word in argv if word not in HELP]
+        if not argv:
+            print(USAGE, end="")
+            return
+        argv = [*argv, "--help"]  # trainer help sft
     if argv[0] in ("-V", "--version", "version"):
         print(f"trainer {importlib.metadata.version('trainer')} ({certified_line(installed(), read_cards())[1]})")
         return

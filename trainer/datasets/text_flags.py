@@ -5,20 +5,10 @@ import math
 import os
 from typing import Any
 
-from trainer.comma_separated import names_in
 from trainer.errors import UserError
 from trainer.metrics import counted
 
 TEMPLATE = "--tokenizer_chat_template"
-
-
-def check_text_flags(data) -> None:
-    """Raise UserError for values that no tokenizer and no rows make right. `data` are the flags about data."""
-    check_input_template(data.input_template)
-    read_arguments(data.template_args)
-    check_template_file(data.tokenizer_chat_template)
-    if data.dataset_probs is not None and data.dataset:
-        parse_probs(data.dataset_probs, len(names_in(data.dataset)))
 
 
 def check_input_template(input_template: str | None) -> None:

@@ -45,6 +45,15 @@ def resolve_mesh_sizes(world_size: int, *, dp_replicate: int = 1, sp: int = 1, t
     return MeshSizes(dp_replicate, world_size // unit, sp, tp)
 
 
+def check_expert_ranks(ep: int, sizes: MeshSizes) -> None:
+    """Raise UserError unless `ep` divides the ranks that shard the weights."""
+    fsdp = sizes.dp_shard * sizes.sp
+    if fsdp % ep:
+        found = f"{ep} does not divide the {counted(fsdp, 'rank')} that shard the weights (dp_shard x sp)"
+        fits = ", ".join(str(size) for size in range(1, fsdp + 1) if fsdp % size == 0)
+        raise UserError("--expert_parallel_size", found, fits)
+
+
 def default_micro_batch_size(train_batch_size: int, dp: int) -> int:
     """The largest micro-batch of up to 8 samples that divides the samples of each of `dp` ranks: for 20 on 2 ranks, 5."""
     sizes = range(1, MICRO_BATCH_SIZE + 1)

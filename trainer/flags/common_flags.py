@@ -86,7 +86,8 @@ class DataArguments:
     dataset_flags: Optional[str] = arg(None, "JSON list: flags of their own for the sets of --dataset; a list under dataset: in a file of --config gives it")  # fmt: skip
     dataset_split: str = arg("train", "split of --dataset")
     dataset_probs: Optional[str] = arg(
-        None, "mixing probabilities, one per set in --dataset; the mixture ends when one set is used up"
+        None,
+        "mixing probabilities, comma-separated, one per set in --dataset; the mixture ends when one set is used up",
     )
     eval_dataset: Optional[str] = arg(None, "evaluation data, like --dataset; train_ppo answers it, see --eval_samples", type=set_names)  # fmt: skip
     eval_dataset_flags: Optional[str] = arg(None, "like --dataset_flags, for the sets of --eval_dataset")

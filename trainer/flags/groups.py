@@ -5,6 +5,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from trainer.errors import without_secrets
 from trainer.limits import DEFAULTS, HELP
 
 
@@ -70,6 +71,17 @@ def flags_of(command: type) -> Iterator[tuple[dataclasses.Field, Any]]:
 def flat(args) -> dict[str, Any]:
     """{flag: value} of a command's groups, in the order of --help. config.yaml and metrics.jsonl hold it."""
     return {name: value for own in vars(args).values() for name, value in vars(own).items()}
+
+
+def public_flags(args) -> dict[str, Any]:
+    """`flat`, with *** in place of the secrets of addresses: what files and trackers get."""
+    return {name: without_secrets(value) for name, value in flat(args).items()}
+
+
+def options_of_flags(kind: type, args, **others):
+    """A `kind`, a dataclass whose fields are flags of these names. `others` are its fields that are no flags."""
+    values = flat(args) | others
+    return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind)})
 
 
 def from_flat(command: type, values: dict[str, Any]):

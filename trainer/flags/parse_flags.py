@@ -16,6 +16,7 @@ import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from jsonargparse import typing as restricted
 
+from trainer.comma_separated import names_in
 from trainer.errors import LEFT_OUT, UserError, has_left_out
 from trainer.flags.groups import arg, flags_of, flat, from_flat, group, groups_of, set_names, with_flags
 from trainer.flags.names.set_entries import spread
@@ -25,12 +26,14 @@ from trainer.metrics import counted
 
 __all__ = ["arg", "flags_of", "flat", "from_flat", "group", "groups_of", "with_flags"]  # the rooms above take them here
 DEMO_DIR = "demo"
+TAKEN_BACK = {"reward_func", "env"}  # an empty value takes back that of a file or a preset
 # a path each, or several with commas; --dataset finds its files itself
 PATHS = {
     "pretrain", "lora_adapter", "ref_model", "teacher", "reward_pretrain", "critic_pretrain", "output_dir", "save_path", "load_checkpoint",
-    "rollouts_from", "parity_dump", "parity_trace", "reward_func", "env", "judge_rubric", "tokenizer_chat_template", "sign_key",
+    "rollouts_from", "sync_folder", "parity_dump", "parity_trace", "reward_func", "env", "judge_rubric", "tokenizer_chat_template", "sign_key",
     "api_key", "engine_api_key", "remote_rm_api_key",
 }  # fmt: skip
+TEXTS_OR_PATHS = {"tokenizer_chat_template", "judge_rubric"}  # a text may have a $
 ALLOWED = {
     "PositiveInt": "an integer above 0",
     "NonNegativeInt": "an integer of 0 or more",
@@ -138,9 +141,31 @@ def _parse(groups: list[type], command: str, description: Optional[str], argv: l
     except Exception as error:  # jsonargparse raises several types, all for wrong user input
         raise _as_user_error(re.sub(r"\s+", " ", str(error)).strip(), command, fields) from None
     values = {name: _plain(vars(namespace)[name]) for name in fields}
-    values |= {name: _at_home(value) for name, value in values.items() if name in PATHS and isinstance(value, str)}
     hints = {name: hint for kind in groups for name, hint in typing.get_type_hints(kind).items()}
-    return spread(values, command, {name: (field, hints[name]) for name, field in fields.items()})
+    _refuse_empty(values, fields, hints)
+    values |= {name: _at_home(value) for name, value in values.items() if name in PATHS and isinstance(value, str)}
+    values = spread(values, command, {name: (field, hints[name]) for name, field in fields.items()})
+    _refuse_variables(values)
+    return values
+
+
+def _refuse_variables(values: dict[str, Any]) -> None:
+    """Raise UserError for a path with ${NAME} or $NAME. A shell replaces it; in quotes and in a file nobody does."""
+    for name in sorted(values.keys() & {*PATHS - TEXTS_OR_PATHS, "dataset", "eval_dataset"}):
+        variable = re.search(r"\$\{\w+\}|\$[A-Za-z_]\w*", values[name] or "")
+        if variable and not any(map(os.path.lexists, names_in(values[name]))):
+            found = f"{values[name]}: {variable[0]} is not replaced here, only by a shell"
+            raise UserError(f"--{name}", found, "the path itself")
+
+
+def _refuse_empty(values: dict[str, Any], fields: dict[str, dataclasses.Field], hints: dict[str, Any]) -> None:
+    """Raise UserError for `FLAG: null` in a file where a flag always has a value, and for a path without a letter."""
+    for name, value in values.items():
+        if value is None and fields[name].default is not None and NoneType not in typing.get_args(hints[name]):
+            allowed = _allowed(fields[name].metadata["type"] or hints[name])
+            raise UserError(f"--{name}", "null", f"{allowed}; or no {name} at all, for its default")
+        if name in PATHS - TAKEN_BACK and isinstance(value, str) and not value.strip():
+            raise UserError(f"--{name}", repr(value), "a name or a path; or leave the flag out")
 
 
 def _check_config_files(argv: list[str], command: str, fields: dict[str, dataclasses.Field]) -> None:
@@ -168,6 +193,25 @@ def _check_config_files(argv: list[str], command: str, fields: dict[str, datacla
                 [key for key, _ in unknown], [suggestion(key, command, known, value) for key, value in unknown]
             )
             raise UserError(f"--config {path}", f"{what} of {command}: {listed}")
+        for field in fields.values():
+            for name in {field.name, *field.metadata["aliases"]} & (values or {}).keys():
+                _check_form(name, values[name], field)
+
+
+def _check_form(name: str, value: Any, field: dataclasses.Field) -> None:
+    """Raise UserError for one value in a file where a flag takes several, or several where it takes one text."""
+    many = field.metadata["kwargs"].get("nargs")
+    if many not in (None, "?") and not isinstance(value, (list, dict, NoneType)):
+        given = re.split(r"[,\s]+", value.strip()) if isinstance(value, str) and name != "stop" else [value]
+        if field.metadata["type"] is float:
+            given = [yaml.safe_load(one) if isinstance(one, str) else one for one in given]
+        form = yaml.safe_dump(given, default_flow_style=True, width=math.inf).strip()
+        raise UserError(
+            f"--{name}", repr(value), f"a list{f' of {many}' * isinstance(many, int)}, as in {name}: {form}"
+        )
+    is_text = field.metadata["type"] is None and field.type in (str, Optional[str])
+    if is_text and isinstance(value, list) and "comma-separated" in field.metadata["help"]:
+        raise UserError(f"--{name}", repr(value), f"a text, as in {name}: {','.join(map(str, value))}")
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -217,8 +261,9 @@ def check_numbers(flags: dict[str, Any]) -> None:
             "save_interval_minutes",
             "max_logprob_diff",
         )
-        if isinstance(value, float) and not math.isfinite(value) and not endless:
-            raise UserError(f"--{name}", str(value), "a finite number")
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not math.isfinite(number) and not endless:
+                raise UserError(f"--{name}", str(number), "a finite number")
     if not all(0 <= beta < 1 for beta in flags["adam_betas"]):
         raise UserError("--adam_betas", " ".join(map(str, flags["adam_betas"])), "two numbers from 0 to below 1")
     if flags["seed"] >= 2**63:
@@ -248,8 +293,8 @@ def _plain(value):
 
 
 def _at_home(paths: str) -> str:
-    """Comma-separated paths, with `~/` as a shell has it. In `--flag=~/x` and in a file no shell has replaced it."""
-    return re.sub(r"(?:^|(?<=,)|(?<=, ))~(?=/)", lambda _: os.path.expanduser("~"), paths)
+    """Comma-separated paths, or NAME=PATH, with `~/` as a shell has it. In `--flag=~/x` and in a file no shell replaces it."""
+    return re.sub(r"(?:^|(?<=[,=])|(?<=, ))~(?=/)", lambda _: os.path.expanduser("~"), paths)
 
 
 def _value_of(words: list[str], place: int):

@@ -135,7 +135,18 @@ class KLArguments:
     teacher: Optional[str] = arg(
         None,
         "distill this model on the policy's own responses: each token's advantage is log p of the teacher minus that of the "
-        "policy; --advantage_estimator or --preset adds the advantage of scores, which are else only logged",
+        "policy; --advantage_estimator or --preset adds the advantage of scores, which are else only logged. "
+        "Of several models, comma-separated, the mean by --teacher_weights counts",
+    )
+    teacher_key: Optional[str] = arg(
+        None,
+        "column whose values choose the teacher of a row; then --teacher is NAME=MODEL, or several (comma-separated)",
+    )
+    teacher_weights: Optional[list[float]] = arg(
+        None,
+        "a weight for each of several teachers, with sum 1 (default: equal ones)",
+        type=float,
+        nargs="+",
     )
     kd_loss: Optional[Literal["kl", "reverse_kl", "jsd"]] = arg(
         None,

@@ -2,7 +2,7 @@
 
 from trainer.comma_separated import names_in
 from trainer.flags.rule import Rule
-from trainer.flags.training_rules import ONE, ONE_FOR_ALL_ROWS, REMOVE
+from trainer.flags.training_rules import ONE, ONE_FOR_ALL_ROWS, REMOVE, TEACHERS_HAVE_WEIGHTS
 
 # fmt: off
 PAIR_RULES = (
@@ -64,6 +64,9 @@ ONLINE_RULES = (
     *LOSS_RULES,
     Rule("precompute_ref_logps aux_loss_coef max_staleness routing_replay share_prompts sample_pages max_logprob_diff",
          lambda f: True, "with --online", "this is not built for pairs of the model's own answers", REMOVE),
+    Rule("rollout_engine", lambda f: True, "with --online",
+         "only log-probs show which weights its servers have, and pairs are not compared with them",
+         "Take --rollout_engine hf or vllm_server.", values=("sglang",)),
     Rule("allow_no_stop", lambda f: True, "with --online", "the model's own answers end with the stop token that it wrote", REMOVE),
 )
 # fmt: on
@@ -102,8 +105,9 @@ KD_RULES = (
          "the teacher is freed before training", REMOVE),
     Rule("teacher_answers", lambda f: len(names_in(f.teacher)) > 1, "with several models of --teacher", "one model answers",
          "Take one teacher."),
-    Rule("teacher_weights", lambda f: len(f.teacher_weights) != len(names_in(f.teacher)), "with --teacher {teacher}",
-         "the numbers of weights and of models differ", "Give one weight for each model.", which="of another number"),
+    TEACHERS_HAVE_WEIGHTS,
+    Rule("teacher_weights", lambda f: not (all(weight >= 0 for weight in f.teacher_weights) and any(f.teacher_weights)), "with train_kd",
+         "the student would learn to differ from a teacher, or nothing", "Give weights of 0 or more, not all 0.", which="below 0 or all 0"),
     Rule("kd_beta", lambda f: f.kd_loss != "jsd", "with --kd_loss {kd_loss}", "it is the share of a mixture",
          "Take --kd_loss jsd, or remove the flag."),
     Rule(f"teacher_offload {OF_DISTANCE}", lambda f: f.kd_coef == 0, "with --kd_coef 0",

@@ -35,21 +35,29 @@ class PromptArguments:
 class RolloutArguments:
     """Rollouts"""
 
-    rollout_engine: Literal["hf", "vllm", "vllm_server"] = arg(
+    rollout_engine: Literal["hf", "vllm", "vllm_server", "sglang"] = arg(
         "hf",
         "hf: a replica of the policy on every rank; vllm: an engine per tp group (extra: vllm); "
-        "vllm_server: servers of their own",
+        "vllm_server: servers of their own; sglang: servers of SGLang",
     )
     engine_urls: Optional[str] = arg(
-        None, "vllm_server: addresses of servers (comma-separated); see python -m trainer.cli.serve_engine"
+        None, "addresses of servers (comma-separated); vllm_server: those of python -m trainer.cli.serve_engine"
     )
     engine_api_key: Optional[str] = arg(None, "file that holds the key that --engine_urls ask for")
+    sync_folder: Optional[str] = arg(
+        None, "sglang: folder that ranks and servers see, for weights of the policy (default: --output_dir)"
+    )
     sync_deltas: bool = arg(False, "vllm_server: send changed weights only; both sides keep a copy in host memory")
     engine_tensor_parallel_size: Optional[int] = arg(
         None, "vllm: ranks of an engine (default: --tensor_parallel_size)", type="PositiveInt"
     )
     vllm_gpu_memory_utilization: Optional[float] = arg(
         None, "vllm on CUDA: share of the GPU memory for its weights and cache (default: 0.5)", type="PositiveFloat"
+    )
+    speculative_tokens: int = arg(
+        0,
+        "vllm: tokens that are drafted from the text so far and then checked; 0: none; servers have a flag of their own",
+        type="NonNegativeInt",
     )
     rollout_batch_size: int = arg(128, "prompts per rollout, over all ranks", type="PositiveInt")
     micro_rollout_batch_size: int = arg(
@@ -113,6 +121,18 @@ class RolloutArguments:
     )
 
 
+BUILT_IN_REWARDS = [
+    "math",
+    "math_boxed",
+    "math_finished",
+    "math_boxed_finished",
+    "exact_match",
+    "format",
+    "answer",
+    "multiple_choice",
+]
+
+
 @dataclass
 class ScoreArguments:
     """Rewards"""
@@ -137,7 +157,7 @@ class ScoreArguments:
     judge_retries: int = arg(3, "judge: number of retries; the pause before each one doubles", type="NonNegativeInt")
     judge_concurrency: int = arg(32, "judge: requests that a rank sends at a time", type="PositiveInt")
     judge_cache: int = arg(10000, "judge: scores that a rank keeps, in judge_cache/ of the run", type="NonNegativeInt")
-    reward_timeout: float = arg(60.0, "time limit of a call of --reward_func, in seconds", type="PositiveFloat")
+    reward_timeout: float = arg(60.0, "time limit of a call of your --reward_func, in seconds", type="PositiveFloat")
     reward_pretrain: Optional[str] = arg(
         None, "reward model or adapter folders (comma-separated), as train_rm writes them"
     )

@@ -1,8 +1,10 @@
 """Rules for the flags of `train_ppo`: advantages, policy loss, KL, teacher, critic, shared prompts, images."""
 
-from trainer.comma_separated import names_in
+import os
+
+from trainer.comma_separated import models_in, names_in
 from trainer.flags.rule import Rule
-from trainer.flags.training_rules import ONE, ONE_FOR_ALL_ROWS, REMOVE
+from trainer.flags.training_rules import ONE, REMOVE, TEACHERS_HAVE_WEIGHTS
 
 NO_IMAGES = "Remove the flag, or take rows without images."
 CLIPPING = ("ppo", "gspo", "gspo_token", "clip_cov")  # policy losses that --dual_clip fits
@@ -32,14 +34,23 @@ TEACHER_RULES = (
          "Give the other flags of the preset in its place.", values=OF_REFERENCE),
     Rule("preset", lambda f: not f.teacher, "without --teacher", "it sets the loss of a distillation",
          "Add --teacher MODEL.", values=("opd",)),
-    ONE_FOR_ALL_ROWS,
-    Rule("teacher", lambda f: len(names_in(f.teacher)) > 1, "with reinforcement learning", "a run has one reference",
-         "Take one teacher, or train_kd.", which="of several models"),
+    Rule("teacher", lambda f: not f.teacher_key and any("=" in name and not os.path.isdir(name) for name in names_in(f.teacher)),
+         "without --teacher_key", "no column chooses the teacher of a row", "Add --teacher_key COLUMN, or name models alone.",
+         which="of the form NAME=MODEL"),
+    Rule("teacher_key teacher_weights", lambda f: not f.teacher, "without --teacher", "there is no teacher to choose",
+         "Add --teacher, or remove the flag."),
+    Rule("teacher_weights", lambda f: f.teacher_key, "with --teacher_key", "the column chooses one teacher for each row", ONE),
+    TEACHERS_HAVE_WEIGHTS,
+    Rule("teacher_weights", lambda f: abs(sum(f.teacher_weights) - 1) > 1e-6, "with reinforcement learning",
+         "they are shares of a mean", "Give weights with sum 1; --init_kl_coef weighs all teachers together.",
+         which="of another sum than 1"),
+    Rule("teacher_weights", lambda f: not all(weight >= 0 for weight in f.teacher_weights), "with reinforcement learning",
+         "they are shares of a mean", "Give weights of 0 or more.", which="below 0"),
     Rule("teacher", lambda f: not f.init_kl_coef, "with --init_kl_coef 0",
          "the KL to the teacher counts in the advantage, and this is its weight", "Remove --init_kl_coef."),
     Rule("advantage_estimator", lambda f: not f.teacher, "without --teacher", "its advantage is the KL to a teacher",
          "Add --teacher MODEL.", values=("distill",)),
-    Rule("ref_model", lambda f: f.teacher and f.ref_model != f.teacher, "with --teacher",
+    Rule("ref_model", lambda f: f.teacher and f.ref_model != ",".join(models_in(f.teacher, f.teacher_key)), "with --teacher",
          "the teacher is the reference", "Remove --ref_model.", which="of another model"),
     Rule("kl_estimator", lambda f: f.teacher, "with --teacher",
          "the advantage of a token is the difference of log-probs, which is k1", REMOVE),
@@ -211,7 +222,7 @@ IMAGE_RULES = (
         for flags, values, when, why, instead in (
             (
                 "rollout_engine",
-                ("vllm_server",),
+                ("vllm_server", "sglang"),
                 lambda f: True,
                 "a server gets only tokens",
                 "Take --rollout_engine hf or vllm.",
@@ -234,6 +245,7 @@ IMAGE_RULES = (
             ("env", (), lambda f: True, "environments take only text", NO_IMAGES),
             ("max_staleness", (), lambda f: True, "the thread that generates ahead passes no images on", NO_IMAGES),
             ("routing_replay", (), lambda f: True, "the engine does not record experts for images", NO_IMAGES),
+            ("speculative_tokens", (), lambda f: True, "drafts are not compared with images yet", REMOVE),
             ("share_prompts", (), lambda f: True, "rows that share a prompt have no places for images", NO_IMAGES),
         )
     ),

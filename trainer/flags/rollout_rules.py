@@ -2,12 +2,15 @@
 
 import ipaddress
 import itertools
+import math
 
 from trainer.comma_separated import names_in
 from trainer.flags.data_rules import ADD_EVALUATION, has_evaluation
+from trainer.flags.rl_flags import BUILT_IN_REWARDS
 from trainer.flags.rule import Rule
 from trainer.flags.training_rules import ONE, REMOVE
 
+SERVERS = ("vllm_server", "sglang")  # engines with addresses
 SOURCES = ("reward_func", "reward_pretrain", "remote_rm_url", "env")  # of scores
 
 
@@ -35,25 +38,40 @@ MODEL_RULES = (
 ENGINE_RULES = (
     Rule("engine_tensor_parallel_size", lambda f: f.rollout_engine != "vllm",
          "with --rollout_engine {rollout_engine}", "only vllm runs an engine on several ranks of the run",
-         "Take --rollout_engine vllm. For a server, use --tensor_parallel_size of serve_engine."),
+         "Take --rollout_engine vllm. Servers have a flag of their own, such as --tensor_parallel_size of serve_engine."),
     Rule("vllm_gpu_memory_utilization", lambda f: f.rollout_engine != "vllm",
          "with --rollout_engine {rollout_engine}", "only vllm reserves a share of the GPU's memory",
          "Take --rollout_engine vllm, or remove the flag."),
     Rule("vllm_gpu_memory_utilization", lambda f: f.on_cpu, "on the CPU",
          "the cache there has room for --micro_rollout_batch_size responses", REMOVE),
-    Rule("engine_urls", lambda f: f.rollout_engine != "vllm_server",
+    Rule("engine_urls", lambda f: f.rollout_engine not in SERVERS,
          "with --rollout_engine {rollout_engine}", "this engine runs in the training processes and has no address",
-         "Take --rollout_engine vllm_server, or remove the flag."),
+         "Take --rollout_engine vllm_server or sglang, or remove the flag."),
     Rule("engine_api_key", lambda f: not f.engine_urls, "without --engine_urls", "no server is asked", REMOVE),
     Rule("sync_deltas", lambda f: not f.engine_urls, "without --engine_urls", "no server gets weights", REMOVE),
+    Rule("sync_deltas", lambda f: f.rollout_engine == "sglang", "with --rollout_engine sglang",
+         "its servers read whole files of weights", REMOVE),
+    Rule("sync_folder", lambda f: f.rollout_engine != "sglang", "with --rollout_engine {rollout_engine}",
+         "only SGLang's servers read weights from a folder", REMOVE),
+    Rule("speculative_tokens", lambda f: f.rollout_engine != "vllm", "with --rollout_engine {rollout_engine}",
+         "only vllm drafts inside of training", "Take --rollout_engine vllm. serve_engine has a flag of this name."),
+    Rule("speculative_tokens", lambda f: (f.engine_tensor_parallel_size or f.tensor_parallel_size) > 1,
+         "for an engine on several ranks", "drafts are not compared there yet", "Set --engine_tensor_parallel_size to 1."),
+    Rule("speculative_tokens", lambda f: f.min_p, "with --min_p", "vLLM does not check drafts by it",
+         "Take --top_p and --top_k."),
     Rule("rollout_engine", lambda f: not f.engine_urls, "without --engine_urls", "servers run outside of training",
-         "Add --engine_urls with the addresses of serve_engine.", values=("vllm_server",)),
+         "Add --engine_urls with the addresses of the servers.", values=SERVERS),
+    Rule("min_p", lambda f: f.rollout_engine == "sglang", "with --rollout_engine sglang",
+         "its servers with seeds stop at such a request", "Take --top_p and --top_k."),
+    Rule("max_logprob_diff", lambda f: f.rollout_engine == "sglang" and f.max_logprob_diff == math.inf,
+         "with --rollout_engine sglang", "no server of SGLang proves which weights it holds, so only log-probs show it",
+         "Take a number, such as 0.1.", which="inf"),
     Rule("top_p min_p", lambda f: f.rollout_engine != "hf" and not f.top_k,
          "with --rollout_engine {rollout_engine} and without --top_k",
-         "vLLM sends the sets of tokens that it samples from, and they need a limit", "Add --top_k, such as 1000."),
+         "the engine sends the sets of tokens that it samples from, and they need a limit", "Add --top_k, such as 1000."),
     Rule("temperature", lambda f: f.rollout_engine != "hf" and f.temperature < 0.01,
          "with --rollout_engine {rollout_engine}",
-         "vLLM silently raises such a temperature, so log-probs would have another one", "Set it to 0.01 or more.",
+         "vLLM silently raises such a temperature, and SGLang's smallest ones are greedy", "Set it to 0.01 or more.",
          which="below 0.01"),
     Rule("engine_tensor_parallel_size", lambda f: f.num_ranks % f.engine_tensor_parallel_size,
          "for {num_ranks} ranks", "every engine has the same number of ranks",
@@ -69,7 +87,7 @@ ENGINE_RULES = (
 STALENESS_RULES = (
     Rule("max_staleness", lambda f: f.rollout_engine == "vllm", "with --rollout_engine vllm",
          "its ranks communicate and it uses the random numbers of training, so it cannot run in a thread",
-         "Take --rollout_engine hf or vllm_server."),
+         "Take --rollout_engine hf, vllm_server or sglang."),
     Rule("max_staleness", lambda f: f.rollouts_from, "with --rollouts_from",
          "the file gives the rollouts, so nothing is generated ahead", REMOVE),
     Rule("max_staleness", lambda f: f.curriculum != "none", "with --curriculum {curriculum}",
@@ -115,7 +133,7 @@ ANSWER_RULES = (
     Rule("eval_top_p", lambda f: not f.eval_temperature, "without --eval_temperature",
          "a greedy answer takes the most likely token", "Add --eval_temperature, or remove the flag."),
     Rule("eval_temperature", lambda f: f.rollout_engine != "hf" and f.eval_temperature < 0.01,
-         "with --rollout_engine {rollout_engine}", "vLLM silently raises such a temperature", "Set it to 0, or to 0.01 or more.",
+         "with --rollout_engine {rollout_engine}", "such a temperature is silently changed there", "Set it to 0, or to 0.01 or more.",
          which="below 0.01"),
 )
 EVAL_RULES = (
@@ -147,7 +165,10 @@ REWARD_RULES = (
     *(
         Rule(second, lambda f, first=first: getattr(f, first), f"with --{first}", "a run has one source of scores", ONE)
         for first, second in itertools.combinations(SOURCES, 2)
+        if (first, second) != ("reward_func", "env")  # their scores are added
     ),
+    Rule("reward_func", lambda f: f.env and f.max_staleness, "with --env {env} and --max_staleness {max_staleness}",
+         "episodes that are generated ahead have no score but their environment's", "Score in the environment, or in lock step."),
     Rule("reward_func", lambda f: f.needs_labels and not f.label_key, "without --label_key",
          "it compares responses with the labels of prompts, and their rows have no ground_truth or final_answer",
          "Add --label_key with the column of the answers.",
@@ -165,7 +186,7 @@ REWARD_RULES = (
          "a judge is a model on a server", "Add both flags.", which="with judge"),
     Rule("reward_weights", lambda f: f.remote_rm_url, "with --remote_rm_url {remote_rm_url}",
          "a server gives one score", REMOVE),
-    Rule("reward_weights", lambda f: f.env, "with --env {env}", "an environment gives one score", REMOVE),
+    Rule("reward_weights", lambda f: f.env and not f.reward_func, "with --env {env}", "an environment gives one score", REMOVE),
     *(
         Rule("reward_weights",
              lambda f, flag=flag: getattr(f, flag) and len(f.reward_weights) != len(names_in(getattr(f, flag))),
@@ -179,6 +200,8 @@ REWARD_RULES = (
          REMOVE),
     Rule("reward_timeout", lambda f: (f.reward_func or "").strip() == "judge", "with --reward_func judge",
          "a judge has a limit of its own", "Take --judge_timeout."),
+    Rule("reward_timeout", lambda f: f.reward_func and {*names_in(f.reward_func)} <= {*BUILT_IN_REWARDS},
+         "with --reward_func {reward_func}", "the built-in functions have limits of their own", REMOVE),
     Rule("reward_timeout", lambda f: not f.reward_func, "without --reward_func",
          "it limits a call of a reward function", REMOVE),
     Rule("remote_rm_timeout remote_rm_retries remote_rm_api_key", lambda f: not f.remote_rm_url,

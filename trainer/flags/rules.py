@@ -3,13 +3,17 @@
 The commands, the strategies, `plan` and docs/flags.md read this table. README.md links to that page.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
+from trainer.comma_separated import names_in
 from trainer.errors import UserError
 from trainer.flags.common_flags import SFTArguments
 from trainer.flags.generating_flags import OnlineDPOArguments
 from trainer.flags.groups import flat, with_flags
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.layout_rules import DEEPSPEED_RULES, FSDP2_RULES
-from trainer.flags.names.own_flags import flags_of_sets
+from trainer.flags.names.own_flags import FLAGS_OF, as_flags, read
 from trainer.flags.preference_flags import DPOArguments, RMArguments
 from trainer.flags.preference_rules import DPO_RULES, KD_RULES, ONLINE_RULES, REWARD_RULES
 from trainer.flags.rl_flags import PPOArguments
@@ -53,3 +57,14 @@ def refuse(command: str, args, **facts) -> None:
         error = first_refusal(RULES[command], with_flags(args, **own) if own else args, COMMANDS.values(), **facts)
         if error:
             raise UserError(f"{where}: {error.where}" if own else error.where, *error.args[1:])
+
+
+def flags_of_sets(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, own flags) of each set, if sets have flags of their own; else one place "" without any. `values` are flat."""
+    found = []
+    for flag, own_flag in FLAGS_OF.items():
+        own = read(values.get(own_flag), flag, values.get(flag))
+        found += [(f"--{flag} {name}", as_flags(one, flag)) for name, one in zip(names_in(values.get(flag)), own)]
+        if values.get(flag) and not own:
+            found.append(("", {}))
+    yield from found or [("", {})]

@@ -8,6 +8,15 @@ from trainer.flags.layout_rules import ONE
 from trainer.flags.rule import Rule
 
 # of train_kd and train_ppo
+TEACHERS_HAVE_WEIGHTS = Rule(
+    "teacher_weights",
+    lambda f: f.teacher and len(f.teacher_weights) != len(names_in(f.teacher)),
+    "with --teacher {teacher}",
+    "the numbers of weights and of models differ",
+    "Give one weight for each model.",
+    which="of another number",
+)
+# of train_kd
 ONE_FOR_ALL_ROWS = Rule(
     "teacher",
     lambda f: any("=" in name and not os.path.isdir(name) for name in names_in(f.teacher)),

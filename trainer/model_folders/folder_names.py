@@ -9,6 +9,7 @@ from trainer.errors import UserError, one_line
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONVERT = "Convert it: trainer export {} MODEL"
 TIMEOUT_SECONDS = 10  # of one request to the hub
 
 
@@ -29,15 +30,21 @@ def only_on_hub(name: str, flag: str) -> bool:
         elif "adapter_config.json" not in held:
             inner = os.path.join(name, "model")
             is_run = any(os.path.isfile(os.path.join(inner, file)) for file in ("config.json", "adapter_config.json"))
-            instead = f"Did you mean {inner}?" if is_run else ""
+            instead = f"Did you mean {inner}?" if is_run else export_of(name)
             raise UserError(flag, f"{name} contains no config.json", "a Hugging Face model folder", instead)
     elif is_gguf(name):
-        raise UserError(flag, f"{name} is a GGUF file", instead=f"Convert it: trainer export {name} MODEL")
+        raise UserError(flag, f"{name} is a GGUF file", instead=CONVERT.format(name))
     elif os.path.exists(name):
         raise UserError(flag, f"{name} is not a folder", "a Hugging Face model folder or hub name")
     elif name.startswith((".", "/", "~")):
         raise UserError(flag, f"{name} is not found", "a Hugging Face model folder or hub name")
     return not os.path.exists(name)
+
+
+def export_of(folder: str) -> str:
+    """What to do with a folder that has files in the format of llama.cpp, and no model that trains; "" without them."""
+    found = sorted(name for name in os.listdir(folder) if is_gguf(os.path.join(folder, name)))
+    return CONVERT.format(os.path.join(folder, found[0])) if found else ""
 
 
 def is_gguf(path: str) -> bool:
@@ -56,7 +63,9 @@ def find_weights(folder: str, flag: str = "") -> str:
         return "safetensors"
     if any(name.startswith("pytorch_model") and name.endswith((".bin", ".bin.index.json")) for name in names):
         return "bin"
-    raise UserError(flag or folder, f"{folder} holds no weights", f"a folder with {SINGLE} or {INDEX}")
+    raise UserError(
+        flag or folder, f"{folder} holds no weights", f"a folder with {SINGLE} or {INDEX}", export_of(folder)
+    )
 
 
 def weights_size(folder: str) -> int:

@@ -35,7 +35,7 @@ from trainer.model_folders.model_writer import (
 )
 from trainer.models.model_loading import load_tokenizer, resolve_model_folder
 from trainer.runs.output_folders import EXPORTED
-from trainer.runs.outputs import final_values, write_model_card
+from trainer.runs.outputs import card_of_merged, final_values, write_model_card
 from trainer.runs.saved_run import SavedRun, build_saved_model, in_one_line, read_saved_run
 from trainer.strategies.dtypes import DTYPES
 from trainer.training.checkpointing import FOLDER
@@ -310,7 +310,7 @@ def write_merged_model(
     card = os.path.join(source, "README.md")
     if os.path.exists(card):  # the adapter's, which says how it was trained
         with open(card, encoding="utf-8") as file, open(os.path.join(whole, "README.md"), "w", encoding="utf-8") as out:
-            out.write(file.read().replace("library_name: peft", "library_name: transformers", 1))
+            out.write(card_of_merged(file.read(), whole, type(model).__name__.endswith("ForSequenceClassification")))
     commit_folder(whole, target)
 
 
@@ -343,5 +343,5 @@ def merged_model(base: str, source: str) -> torch.nn.Module:
             )
         model = adapted.merge_and_unload(safe_merge=True)
     except (RuntimeError, ValueError) as error:
-        raise UserError("SOURCE", f"{source} does not fit {base}: {str(error).splitlines()[0]}") from None
+        raise UserError("SOURCE", f"{source} does not fit {base}: {one_line(error)}") from None
     return model.to(AutoConfig.from_pretrained(base, trust_remote_code=False).dtype or torch.float32)

@@ -1,7 +1,6 @@
 """The folders that a run writes: the checks before it starts, and their locks. It imports no torch."""
 
 import fcntl
-import importlib.util
 import os
 import re
 import shutil
@@ -13,12 +12,11 @@ from typing import Optional
 
 from trainer.comma_separated import names_in
 from trainer.errors import UserError
-from trainer.flags.common_flags import OutputArguments
 from trainer.metrics import METRICS_FILE, ROLLOUTS_FILE
-from trainer.mirrors import TRACKERS, check_wandb
 from trainer.model_folders.folder_names import is_gguf
 
 LOCK_FILE = ".lock"
+NAME_MAX = 255  # bytes of one part of a path, on Linux and macOS
 EXPORTED = "a checkpoint (RUN/checkpoints/step_N), a model folder, an adapter folder or a GGUF file"
 WRITTEN = (LOCK_FILE, METRICS_FILE, ROLLOUTS_FILE, "certificate.json")
 CONFIG = re.compile(r"config(\.\d+)?\.yaml")  # a run that goes on with other flags writes one with a number
@@ -38,7 +36,12 @@ def check_free(folder: str, overwrite: bool, resumes: bool) -> None:
 def check_rights(folder: str, flag: str = "--output_dir") -> None:
     """Raise UserError where this user cannot make or write `folder`. Nothing is left there; `make_writable` makes it."""
     place = Path(folder).absolute()
-    place = next(above for above in (place, *place.parents) if above.exists())
+    place = next(above for above in (place, *place.parents) if os.path.lexists(above))
+    if (longest := max((len(os.fsencode(part)) for part in Path(folder).parts), default=0)) > NAME_MAX:
+        raise UserError(flag, f"a name of {longest} bytes", f"up to {NAME_MAX}")
+    if not place.is_dir():
+        kind = "a link to nothing" if place.is_symlink() and not place.exists() else "a file"
+        raise UserError(flag, f"{folder}: {place} is {kind}", "a folder, or one that can be made")
     found = "" if os.access(place, os.W_OK | os.X_OK) else "is closed to this user"
     try:  # root may write everywhere, and yet /proc takes no file
         with tempfile.TemporaryFile(dir=place):
@@ -151,25 +154,23 @@ def make_writable(flag: str, folder: str) -> None:
         raise UserError(flag, f"{folder}: {error.strerror}", "a folder that can be written") from None
 
 
-def saved_models(output: OutputArguments, output_dir: Optional[str], has_average: bool = False) -> list[str]:
-    """The folder of the trained model, from the flags or under `output_dir`; a second one for the average of --ema_beta."""
-    if output.no_save or not (output.save_path or output_dir):
-        return []
-    path = (output.save_path or os.path.join(output_dir, "model")).rstrip("/") or "/"
-    return [path, f"{path}_ema"] if has_average else [path]
-
-
-def check_saved_models(output: OutputArguments, saved: list[str], sources: dict[str, Optional[str]]) -> None:
+def check_saved_models(
+    saved: list[str],
+    sources: dict[str, Optional[str]],
+    save_path: Optional[str],
+    output_dir: Optional[str],
+    overwrite: bool,
+) -> None:
     """Raise UserError if saving would replace anything but an old model. Saving replaces the whole folder.
 
     `sources` are the flags that name folders of models, comma-separated.
     """
     flag, other = "--save_path", "a new or empty folder, or a model to replace"
-    if not output.save_path:
+    if not save_path:
         flag, other = "--output_dir", "another folder, or --save_path"
     for path in saved:
         target = os.path.realpath(path)
-        for name, value in {"output_dir": output.output_dir, **sources}.items():
+        for name, value in {"output_dir": output_dir, **sources}.items():
             for folder in names_in(value):
                 if os.path.commonpath([target, os.path.realpath(folder)]) == target:
                     raise UserError(flag, f"{path} would replace --{name}", "another folder, or one within it")
@@ -180,29 +181,5 @@ def check_saved_models(output: OutputArguments, saved: list[str], sources: dict[
         held = set(os.listdir(target)) if os.path.isdir(target) else set()
         if held and not held & {"config.json", "adapter_config.json"}:
             raise UserError(flag, f"{path} holds no model", other)
-        if held and not (output.save_path or output.overwrite or holds_run(output.output_dir)):
+        if held and not (save_path or overwrite or holds_run(output_dir)):
             raise UserError(flag, f"{path} holds a model that no run in --output_dir wrote", other)
-
-
-def trackers_of(output: OutputArguments) -> tuple[str, ...]:
-    """The names of the trackers that a run uses, from --report_to, --use_wandb and --use_tensorboard."""
-    named = [] if output.report_to == "none" else names_in(output.report_to)
-    also = {"wandb": output.use_wandb, "tensorboard": output.use_tensorboard}
-    return tuple(dict.fromkeys([*named, *(name for name, is_used in also.items() if is_used)]))
-
-
-def check_trackers(output: OutputArguments) -> None:
-    """Raise UserError for a name that is no tracker, or for a package that is not installed."""
-    for name in trackers_of(output):
-        if name not in TRACKERS:
-            raise UserError("--report_to", repr(name), f"{', '.join(TRACKERS)} (comma-separated), or none")
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"--report_to {name}", f"{name} is not installed", f"pip install -e '.[{name}]'")
-        if name == "wandb" and int(os.environ.get("RANK", 0)) == 0:
-            check_wandb()
-
-
-def check_best_metric(key: Optional[str], eval_metrics: tuple[str, ...]) -> None:
-    """Raise UserError for a --best_metric_key that no evaluation gives."""
-    if key and key not in eval_metrics:
-        raise UserError("--best_metric_key", f"{key}, which no evaluation gives", ", ".join(eval_metrics))

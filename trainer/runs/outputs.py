@@ -16,15 +16,17 @@ import yaml
 
 from trainer.datasets.files.set_names import names_on_hub
 from trainer.distributed.collectives import broadcast_object, check_shared_folder, wait_for_all
-from trainer.errors import UserError, without_secrets
+from trainer.errors import UserError
 from trainer.flags.common_flags import CheckpointArguments, OutputArguments
+from trainer.flags.groups import public_flags
 from trainer.limits import lines_of
 from trainer.metrics import METRICS_FILE, MetricsLog
 from trainer.model_folders.model_writer import PROCESSORS_OF_IMAGES
 from trainer.models.cpu_matmul import chosen
 from trainer.planning.versions import version_of
 from trainer.reports.run_rows import is_number
-from trainer.runs.output_folders import LOCK_FILE, make_writable, open_folder, trackers_of
+from trainer.runs.flag_checks import trackers_of
+from trainer.runs.output_folders import LOCK_FILE, make_writable, open_folder
 from trainer.training.checkpointing import Checkpoints, Progress, SavePolicy
 
 OF_A_RESUME = ("output_dir", "load_checkpoint", "overwrite", "allow_change")  # they say where a run goes on
@@ -81,16 +83,14 @@ class ConfigDumper(yaml.SafeDumper):
 ConfigDumper.add_representer(str, ConfigDumper.represent_text)
 
 
-def start_metrics(
-    strategy, config: dict, output: OutputArguments, folder: str, checkpoints: Checkpoints, **facts
-) -> Optional[MetricsLog]:
+def start_metrics(strategy, args, folder: str, checkpoints: Checkpoints, **facts) -> Optional[MetricsLog]:
     """Write config.yaml and the start row, or the rows of a resume. Returns the log on rank 0, None elsewhere.
 
-    `config` are all flags of the command, flat. `checkpoints` has resumed.
+    `checkpoints` has resumed.
     """
     if not strategy.is_rank_0():
         return None
-    progress, config = checkpoints.progress, without_secrets(config)
+    progress, config, output = checkpoints.progress, public_flags(args), args.output
     goes_on = progress.step > 0 and os.path.exists(os.path.join(folder, METRICS_FILE))
     trackers = trackers_of(output)
     written = write_config(folder, config, goes_on)
@@ -202,14 +202,13 @@ model, tokenizer = PeftModel.from_pretrained(base, folder), AutoTokenizer.from_p
 
 
 def save_model(
-    strategy, model, tokenizer, path: str, command: str, config: dict, progress: Progress, ledger, output_dir: str
+    strategy, model, tokenizer, path: str, command: str, args, progress: Progress, ledger, output_dir: str
 ) -> None:
     """Write the trained model and its card, the README.md, to `path` (all ranks)."""
     strategy.save_model(model, tokenizer, path)
     if strategy.is_rank_0():
-        write_model_card(
-            path, command, without_secrets(config), progress, ledger.summary(), final_values(output_dir, progress.step)
-        )
+        results = final_values(output_dir, progress.step)
+        write_model_card(path, command, public_flags(args), progress, ledger.summary(), results)
     strategy.print(f"model saved to {path}")
 
 
@@ -269,6 +268,13 @@ def write_model_card(folder: str, command: str, config: dict, progress: Progress
             f"---\n{front}---\n\n# Trained from {_plain(config['pretrain'])}\n\n| | |\n|---|---|\n{rows}\n"
             f"Data: {_plain(data)}.\n\n## Use\n\n{usage}\n\nMade with {packages}.\n"
         )
+
+
+def card_of_merged(card: str, folder: str, scores: bool) -> str:
+    """The `card` of an adapter for the whole model in `folder`: the lines of use load this model. `scores`: with a head."""
+    usage = usage_of(folder, "train_rm" if scores else "", {"lora_rank": None})[1]
+    card = card.replace("library_name: peft", "library_name: transformers", 1)
+    return re.sub(r"(?<=\n## Use\n\n)```python\n.*?```", lambda _: usage, card, count=1, flags=re.DOTALL)
 
 
 def _plain(value) -> str:

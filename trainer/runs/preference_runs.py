@@ -130,6 +130,6 @@ def load_reference(run):
     if flags.ref_offload and strategy.device.type == "cpu":
         strategy.print("--ref_offload: the device is the CPU, so the reference is already in host memory")
     flag = "--ref_model" if flags.ref_model else "--pretrain"
-    folder, adapter = run.reference
+    folder, adapter = run.references[0]
     reference = run.load(folder, flag, trained=False, adapter=adapter)
     return frozen_model(run.setup, reference, flags.ref_offload)

@@ -13,7 +13,17 @@ from trainer.methods.rm import evaluation_scores, make_reward_loss
 from trainer.metrics import counted
 from trainer.model_folders.model_folder import unwrapped
 from trainer.models.losses.preference_loss import REWARD_LOSSES
-from trainer.models.reward import make_initial_reward_model, return_token_scores
+from trainer.models.reward import make_initial_reward_model, read_source, return_token_scores
+from trainer.runs.feature import Feature
+
+
+def check_source(run) -> None:
+    """Raise UserError, before data is read, for a model that cannot score, or without the head of --value_head_prefix."""
+    options = (run.args.model.trust_remote_code, run.args.reward.value_head_prefix)
+    read_source(run.setup.folder, *options, "--pretrain")
+
+
+SOURCE = Feature("source of a reward model", lambda run: not run.args.lora.merge_adapter, before_data=check_source)
 
 
 def initial_folder(run) -> str:

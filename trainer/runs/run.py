@@ -13,16 +13,12 @@ from trainer.distributed.collectives import rank_0_first
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS
 from trainer.models.model_loading import resolve_adapted_model
-from trainer.runs import output_folders, outputs
+from trainer.runs import outputs
+from trainer.runs.flag_checks import saved_models
 from trainer.runs.run_models import load_model
 from trainer.runs.run_setup import Setup
 from trainer.training.checkpointing import Checkpoints, Progress
 from trainer.training.loop import LoopHooks, LossFunction
-
-
-def named_models(flag: str, value: Optional[str]) -> dict[str, str]:
-    """{flag, with a number from 2 on: name} of each model that is named in the comma-separated value of a flag."""
-    return {flag + f" {number + 1}" * bool(number): name for number, name in enumerate(names_in(value))}
 
 
 @dataclass(frozen=True)
@@ -68,6 +64,7 @@ class Run:
     output_dir: Optional[str] = None
     model: Any = None
     teachers: list = dataclasses.field(default_factory=list)  # of train_kd: prepared models
+    teacher_folders: list[str] = dataclasses.field(default_factory=list)
     loss_fn: Optional[LossFunction] = None
     folder_checks: list[Callable] = dataclasses.field(default_factory=list)  # (folder, flag), before a model is loaded
     model_changes: list[Callable] = dataclasses.field(default_factory=list)  # of every model that is loaded
@@ -77,15 +74,13 @@ class Run:
     total_steps: int = 0
 
     @property
-    def saved_models(self) -> Callable[[str], list[str]]:
-        """From the run folder to the folders of the trained models; the second one is the average of --ema_beta."""
-        has_average = self.flags.ema_beta is not None
-        return functools.partial(output_folders.saved_models, self.args.output, has_average=has_average)
-
-    @property
     def flags(self) -> SimpleNamespace:
         """All flags of all commands. Those that this command lacks have their defaults."""
         return knowledge(self.args, COMMANDS.values())
+
+    def saved_models(self, output_dir: str) -> list[str]:
+        """The folders of the trained models; the second one is the average of --ema_beta."""
+        return saved_models(self.flags, output_dir)
 
     @property
     def merged_adapter(self) -> Optional[str]:
@@ -93,15 +88,17 @@ class Run:
         return self.args.lora.lora_adapter if self.args.lora.merge_adapter else None
 
     @functools.cached_property
-    def reference(self) -> tuple[str, Optional[str]]:
-        """The folder of the reference model, and the adapter whose update is added to it. All ranks ask first together.
+    def references(self) -> list[tuple[str, Optional[str]]]:
+        """The folder of each reference model, and the adapter whose update is added to it. All ranks ask first together.
 
-        --ref_model names it, or --teacher in RL. Without either it begins as the policy does.
+        --ref_model names one, or --teacher of RL one or several. Without either it begins as the policy does.
         """
-        name, flag = self.flags.ref_model, "--teacher" if self.flags.teacher else "--ref_model"
+        name, teacher = self.flags.ref_model, self.flags.teacher
         if not name:
-            return self.setup.folder, self.args.lora.lora_adapter
-        return rank_0_first(lambda: resolve_adapted_model(name, flag))
+            return [(self.setup.folder, self.args.lora.lora_adapter)]
+        if not teacher:
+            return [rank_0_first(lambda: resolve_adapted_model(name, "--ref_model"))]
+        return [rank_0_first(functools.partial(resolve_adapted_model, model, "--teacher")) for model in names_in(name)]
 
     @property
     def has_images(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.comma_separated import names_in
+from trainer.datasets.batches.global_batches import column_of
 from trainer.datasets.files.image_files import has_images
 from trainer.datasets.files.loading import columns_of_sets, load_rows, place_of_row
 from trainer.datasets.files.set_names import names_of_sets
@@ -21,10 +22,9 @@ from trainer.datasets.text_flags import parse_probs
 from trainer.distributed.collectives import rank_0_first
 from trainer.errors import UserError
 from trainer.flags.common_flags import BatchArguments, DataArguments, SFTDataArguments
-from trainer.flags.data_rules import has_evaluation
 from trainer.flags.groups import flat, with_flags
 from trainer.flags.names.own_flags import FLAGS_OF, SPLIT, as_flags, read
-from trainer.metrics import counted
+from trainer.metrics import counted, in_words
 from trainer.models.model_bounds import bounds_of
 from trainer.models.model_loading import resolve_model_folder
 from trainer.runs.run_setup import Setup
@@ -153,7 +153,7 @@ def load_sets(
     shown = shortened(render(samples[0], setup.tokenizer))
     strategy.print(f"first sample{', loss tokens in [[ ]]' * ('[[' in shown)}:", shown)  # prompts have no loss tokens
     read = [(ledger, *trained)]
-    if not has_evaluation(data):
+    if not (data.eval_dataset or data.eval_fraction):
         note_unknown_names(strategy.print, data, read, streaming)
         return samples, None, ledger
     evaluated = (data.eval_dataset, data.eval_split, "--eval_dataset") if data.eval_dataset else trained
@@ -214,6 +214,15 @@ def note_small_data(strategy, flag: str, size: int, samples, unit: str) -> None:
     """Say so if a batch of `size` takes more than there is. A stream has no length."""
     if hasattr(samples, "__len__") and len(samples) < size:
         strategy.print(f"{flag} {size} is larger than the data: each pass has one batch of {len(samples)} {unit}")
+
+
+def note_long_samples(strategy, max_tokens: int | None, samples) -> None:
+    """Say so if samples have more tokens than --max_tokens_per_micro_batch. A stream has no columns."""
+    if not max_tokens or not hasattr(samples, "__len__"):
+        return
+    if count := int((column_of(samples, "num_tokens") > max_tokens).sum()):
+        longer = in_words("{n:sample has|samples have} more tokens, and each is a micro-batch of its own", n=count)
+        strategy.print(f"--max_tokens_per_micro_batch {max_tokens}: {longer}")
 
 
 def build_loader(

@@ -27,6 +27,7 @@ from trainer.models.layers.float8 import use_float8
 from trainer.models.layers.recurrent_layers import restart_at_documents, share_heads
 from trainer.models.layers.rotary_lengths import fit_rotary
 from trainer.models.layers.vision import set_learning_rate
+from trainer.models.model_bounds import refuse_encoder
 from trainer.models.model_loading import check_code, check_tokens, disable_dropout, has_sdpa, load_fault
 from trainer.optimizers.build import build_scheduler
 from trainer.planning.model_page import model_page
@@ -60,6 +61,7 @@ def load_model(
     find_weights(folder, flag)
     strategy, attention, remote_code = setup.strategy, setup.attention, flags.trust_remote_code
     check_code(folder, flag, remote_code)
+    refuse_encoder(folder, auto_class, remote_code, flag)
     if attention == "sdpa" and not has_sdpa(folder, auto_class, remote_code):
         if flags.attn_implementation == "sdpa":
             raise UserError("--attn_implementation", f"sdpa, which the model of {folder} does not have", "auto, eager")

@@ -18,8 +18,7 @@ from trainer.datasets.batches.global_batches import column_of, hash_digests
 from trainer.datasets.conversations.tokens import tokenizer_state
 from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.datasets.files.stream_rows import contents_of_files
-from trainer.errors import without_secrets
-from trainer.flags.parse_flags import flat
+from trainer.flags.groups import flat, public_flags
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS
 from trainer.metrics import counted
@@ -36,7 +35,7 @@ HASHED_WHOLE = 2 << 30  # bytes of weights; of larger models, three parts of eac
 PART = 1 << 14  # elements of a part
 CODE = ("reward_func", "judge_rubric", "env")  # flags that name files of the user
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")  # means, deviations and sizes of images
-TARGETS = ("num_loss_tokens", "label", "margin")  # columns that the digest of a sample leaves out
+TARGETS = ("num_loss_tokens", "label", "margin", "teacher")  # columns that the digest of a sample leaves out
 
 
 def identity_of(run, flags) -> Identity:
@@ -46,7 +45,7 @@ def identity_of(run, flags) -> Identity:
     """
     defaults = flat(type(flags)())
     allowed = tuple(check_allowed(flags.checkpoint.allow_change or (), type(flags)))
-    record = {"command": run.method.command, "flags": without_secrets(flat(flags))}
+    record = {"command": run.method.command, "flags": public_flags(flags)}
     if run.setup.strategy.is_rank_0():
         packages = {name: version_of(name) for name in KERNELS}
         kernels = {"attention": run.setup.attention, "device": device_name(run.setup.strategy.device)}
@@ -69,7 +68,7 @@ def contents(run, flags) -> dict[str, dict]:
     hash_of = functools.cache(weights_hash)  # several models may be of one folder
     for flag, name in frozen_models(run).items():
         if flag == "ref_model":
-            path, adapter = run.reference
+            path, adapter = run.references[0]
         else:
             path, adapter = resolve_adapted_model(name, f"--{flag.split()[0]}") if name else (setup.folder, None)
         found[flag] = {"config": config_of(path, setup.trust_remote_code), "weights": hash_of(path)}

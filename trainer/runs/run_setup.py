@@ -1,8 +1,8 @@
-"""The start of a run: the strategy, the machine, the tokenizer, the attention function and the options of the loop."""
+"""The start of a run: the strategy, the machine, the tokenizer and the attention function."""
 
 import functools
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -14,7 +14,8 @@ from trainer.distributed.collectives import broadcast_object, rank_0_first
 from trainer.distributed.mesh_sizes import validate_batch_sizes
 from trainer.errors import UserError
 from trainer.flags.common_flags import DataArguments
-from trainer.flags.parse_flags import DEMO_DIR, flat
+from trainer.flags.groups import options_of_flags
+from trainer.flags.parse_flags import DEMO_DIR
 from trainer.flags.rules import refuse
 from trainer.limits import raise_limits
 from trainer.metrics import counted
@@ -28,7 +29,6 @@ from trainer.models.model_loading import check_code, load_tokenizer, resolve_mod
 from trainer.strategies import get_strategy
 from trainer.strategies.options import StrategyOptions
 from trainer.training.checkpointing import FOLDER
-from trainer.training.loop import LoopOptions
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # of torch; the user's choice stays
 
@@ -132,7 +132,7 @@ def check_vocabulary(
 
 def strategy_of(args):
     """The strategy of these flags, before its process group starts. Raises UserError for flags that it cannot do."""
-    return get_strategy(args.layout.backend, StrategyOptions.from_flags(flat(args)))
+    return get_strategy(args.layout.backend, options_of_flags(StrategyOptions, args))
 
 
 def choose_attention(args) -> str:
@@ -149,12 +149,6 @@ def _resumes(output_dir: Optional[str], load_checkpoint: Optional[str], lora_ran
     if load_checkpoint is None or lora_rank:
         return False
     return broadcast_object(bool(checkpoints_to_load(os.path.join(output_dir or "", FOLDER), load_checkpoint)))
-
-
-def loop_options(args, total_steps: int) -> LoopOptions:
-    """The flags that the training loop reads. Each has the name of its option."""
-    flags = flat(args) | {"total_steps": total_steps}
-    return LoopOptions(**{field.name: flags[field.name] for field in fields(LoopOptions)})
 
 
 # --- the machine

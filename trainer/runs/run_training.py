@@ -11,20 +11,21 @@ from trainer.datasets.images.image_batches import WORKERS
 from trainer.datasets.samples.bounds import Bounds
 from trainer.errors import UserError
 from trainer.flags.common_flags import EpochArguments, LengthArguments
-from trainer.flags.parse_flags import flat
+from trainer.flags.groups import options_of_flags
 from trainer.flags.rules import refuse
 from trainer.metrics import counted, flops_per_token, full_size
 from trainer.models.model_bounds import bounds_of
-from trainer.runs import output_folders, outputs
+from trainer.runs import outputs
 from trainer.runs.feature import apply
 from trainer.runs.feature_list import FEATURES
 from trainer.runs.flag_checks import check_flags
 from trainer.runs.run import Method, Run
-from trainer.runs.run_data import build_loader, load_sets, note_small_data
+from trainer.runs.run_data import build_loader, load_sets, note_long_samples, note_small_data
 from trainer.runs.run_models import shard_model
 from trainer.runs.run_record import identity_of
-from trainer.runs.run_setup import loop_options, set_up
+from trainer.runs.run_setup import set_up
 from trainer.training.checkpointing import Checkpoints, Trained
+from trainer.training.loop import LoopOptions
 from trainer.training.loop import train as run_loop
 from trainer.training.stop_request import ENDING, StopRequest
 from trainer.training.verify_resume import verify_resume
@@ -45,6 +46,7 @@ def train(args, method: Method, is_demo: bool = False) -> None:
     refuse(method.command, args, has_images=run.has_images, no_images=not run.has_images, **method.facts)
     apply(features, run, "with_data")
     note_small_data(strategy, "--train_batch_size", args.batch.train_batch_size, run.samples, "samples")
+    note_long_samples(strategy, args.batch.max_tokens_per_micro_batch, run.samples)
     run.loader = run.build_loader(run.samples, shuffle=not args.batch.no_shuffle)
     if run.eval_samples:
         run.eval_loader = loader_of(run, run.eval_samples, shuffle=False)
@@ -70,10 +72,10 @@ def train(args, method: Method, is_demo: bool = False) -> None:
         return
 
     facts = {"data": run.ledger.counts, "total_steps": run.total_steps}
-    metrics = outputs.start_metrics(strategy, flat(args), args.output, run.output_dir, checkpoints, **facts)
+    metrics = outputs.start_metrics(strategy, args, run.output_dir, checkpoints, **facts)
     with contextlib.ExitStack() as ending:
         with metrics or contextlib.nullcontext():
-            options = loop_options(args, run.total_steps)
+            options = options_of_flags(LoopOptions, args, total_steps=run.total_steps)
             options = dataclasses.replace(options, eval_steps=every["eval_steps"] or options.eval_steps)
             states = {"checkpoints": checkpoints, "progress": run.progress}
             states |= {"metrics": metrics, "flops_per_token": flops, "eval_loader": run.eval_loader, "hooks": run.hooks}
@@ -127,6 +129,6 @@ def model_flops(model, ledger) -> float:
 
 def save(run: Run) -> None:
     """Write the trained model, unless --no_save is given."""
-    for path in output_folders.saved_models(run.args.output, run.output_dir):
-        facts = (run.method.command, flat(run.args), run.progress, run.ledger, run.output_dir)
+    for path in run.saved_models(run.output_dir):
+        facts = (run.method.command, run.args, run.progress, run.ledger, run.output_dir)
         outputs.save_model(run.setup.strategy, run.model, run.setup.tokenizer, path, *facts)

@@ -11,11 +11,13 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from trainer.checkpoints.checkpoint_store import LATEST, list_checkpoints
 from trainer.comma_separated import names_in
 from trainer.distributed.mesh_sizes import MICRO_BATCH_SIZE
 from trainer.entry import end_in_a_line_at_sigterm, quiet_libraries
 from trainer.errors import UserError
-from trainer.flags.groups import flat, with_flags
+from trainer.flags.common_flags import CheckpointArguments
+from trainer.flags.groups import options_of_flags, with_flags
 from trainer.flags.rules import COMMANDS, refuse
 from trainer.limits import read_model_config, read_text
 from trainer.metrics import counted, shown_number
@@ -147,6 +149,16 @@ def check_launcher() -> None:
         raise UserError(found[0], f"is set without {', '.join(missing)}", cure)
 
 
+def check_ranks_given() -> None:
+    """Raise UserError for numbers of ranks that no launcher gives: a rank beyond the last one would wait for ever."""
+    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in os.environ}
+    for name, value in given.items():
+        if not value.isdecimal() or (name != "RANK" and int(value) < 1):
+            raise UserError(name, repr(value), f"a number, as torchrun sets it; or unset {name}")
+    if {"RANK", "WORLD_SIZE"} <= given.keys() and int(given["RANK"]) >= int(given["WORLD_SIZE"]):
+        raise UserError("RANK", f"{given['RANK']} with WORLD_SIZE {given['WORLD_SIZE']}", "a number below WORLD_SIZE")
+
+
 def announce(command: str, args, trains: bool) -> None:
     """Print what will run, and the versions of the libraries."""
     versions = certified_line(installed(), read_cards())[1]
@@ -180,7 +192,19 @@ def start_line(command: str, args, num_parameters: int | None, trains: bool = Tr
         if batch.micro_train_batch_size < MICRO_BATCH_SIZE and at_once < batch.train_batch_size and not by_tokens:
             samples = f"{batch.micro_train_batch_size} of the {counted(batch.train_batch_size, 'sample')} of a step"
             dtype += f", {samples} in a forward pass of a rank"
-    return f"{command}: {model}{size}, {where}, {dtype}, to {args.output.output_dir or 'a new folder in runs/'}"
+    folder = args.output.output_dir
+    target = f"{folder or 'a new folder in runs/'}{going_on(args.checkpoint, folder) if trains else ''}"
+    return f"{command}: {model}{size}, {where}, {dtype}, to {target}"
+
+
+def going_on(flags: CheckpointArguments, output_dir: str | None) -> str:
+    """Where a run that resumes goes on. Its checkpoint is read later, and may be found damaged."""
+    if flags.load_checkpoint is None:
+        return ""
+    if flags.load_checkpoint != LATEST:
+        return f", going on from {flags.load_checkpoint}"
+    found = list_checkpoints(os.path.join(output_dir or "", "checkpoints"))
+    return f", going on from {os.path.basename(found[-1])}" if found else ""
 
 
 def takes_fp16(args) -> bool:
@@ -188,7 +212,7 @@ def takes_fp16(args) -> bool:
     other, command = with_flags(args, param_dtype="fp16"), next(c for c, kind in COMMANDS.items() if kind is type(args))
     try:
         refuse(command, other)
-        refuse_options(args.layout.backend, StrategyOptions.from_flags(flat(other)))
+        refuse_options(args.layout.backend, options_of_flags(StrategyOptions, other))
     except UserError:
         return False
     return True

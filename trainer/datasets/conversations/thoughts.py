@@ -10,10 +10,16 @@ FIRST_MARK = re.compile(f"(?P<opens>{_OPENS})|(?P<closes>{_CLOSES})")
 HARMONY_THOUGHTS = re.compile(
     r"<\|channel\|>analysis\s*<\|message\|>.*?(?:<\|(?:end|call|return)\|>|\Z)", re.DOTALL
 )  # a call on this channel has a recipient before <|message|>
+HARMONY_MARKS = ("<|channel|>", "<|message|>")
+HARMONY_ANSWER = re.compile(r"<\|channel\|>final\b[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>")
+# tokens that part thoughts from the answer. A reward sees them, though some tokenizers call them special
+MARKS = frozenset((*OPEN_THOUGHTS, *CLOSED_THOUGHTS, *HARMONY_MARKS, "<|channel>"))
 
 
 def after_thoughts(text: str) -> str:
-    """What follows the last mark that closes thoughts, or the whole text."""
+    """What follows the last mark that closes thoughts, or the whole text. In harmony, the text on the channel `final`."""
+    if HARMONY_MARKS[0] in text:
+        return "".join(HARMONY_ANSWER.split(text)[1:][-1:])
     return re.split(_CLOSES, text)[-1]
 
 

@@ -16,6 +16,8 @@ from trainer.limits import limit, too_large
 
 def read_folder(folder: str, where: str) -> dict[str, datasets.Dataset]:
     """Read the splits of a folder of data files or one from `save_to_disk`. Every data file must belong to a split."""
+    if all(os.path.exists(os.path.join(folder, name)) for name in ("config.json", "tokenizer_config.json")):
+        raise UserError(where, "a model folder, which holds no rows", "a folder or files of data")
     files = files_of_folder(folder, where)
     if files is None:
         try:

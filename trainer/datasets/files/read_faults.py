@@ -1,9 +1,13 @@
 """Find the line of a data file that could not be read. This is used only after a reader has failed."""
 
 import json
+import os
 import re
+import tempfile
 from collections.abc import Iterator
 from typing import Any
+
+import datasets
 
 from trainer.datasets.files.json_files import DECODER, Wrapped, is_array
 from trainer.datasets.library import one_line, place_of_file
@@ -21,6 +25,12 @@ CURES = {
     " twice in one object": "each key once",
     "one half of a character": "whole characters",
 }
+# how files begin that a wrong name gives to a reader of texts
+MAGIC = {
+    b"PAR1": ("a Parquet file", "a name that ends in .parquet"),
+    b"ARROW1": ("an Arrow file", "a name that ends in .arrow"),
+    b"PK\x03\x04": ("a zip archive, or a table of Excel", "its rows as .jsonl"),
+}
 BETWEEN = re.compile(r"[,\s]*")
 
 
@@ -30,6 +40,13 @@ def explain(error: Exception, kind: str, names: list[str], where: str) -> UserEr
         [key] = error.__cause__.args
         found = f"one object, which holds rows under its key {key!r}"
         return UserError(where, found, instead=f"Write each row as a line: jq -c '.{key}[]' FILE.json > FILE.jsonl")
+    for name in names if kind in ("json", *TEXTS) else ():
+        if known := known_magic(name):
+            return UserError(place_of_file(name, where), *known)
+    if isinstance(error, OSError) and (cache := closed_cache()):
+        return UserError(
+            "HF_HOME", f"{cache} cannot be made or written", "a folder for the cache of the datasets library"
+        )
     find_fault = find_json_fault if kind == "json" else find_bytes_fault if kind in TEXTS else None
     for name in names if find_fault else ():
         if fault := find_fault(name):
@@ -40,6 +57,23 @@ def explain(error: Exception, kind: str, names: list[str], where: str) -> UserEr
     if "corresponds to no data" in causes or "No columns to parse" in causes:
         return UserError(where, "no rows")
     return UserError(where, f"cannot be read: {one_line(error.__cause__ or error)}")
+
+
+def known_magic(path: str) -> tuple[str, str] | None:
+    """(what a file is, what would be read), by its first bytes. None: not one of MAGIC."""
+    with open(path, "rb") as file:
+        start = file.read(8)
+    return next((known for magic, known in MAGIC.items() if start.startswith(magic)), None)
+
+
+def closed_cache() -> str:
+    """The cache folder of the datasets library if no file can be written there, or ""."""
+    try:
+        os.makedirs(datasets.config.HF_DATASETS_CACHE, exist_ok=True)
+        with tempfile.TemporaryFile(dir=datasets.config.HF_DATASETS_CACHE):
+            return ""
+    except OSError:
+        return str(datasets.config.HF_DATASETS_CACHE)
 
 
 def cure_of_map(error: BaseException, kind: str) -> str:

@@ -42,7 +42,10 @@ def check_files(names: str | None, flag: str) -> None:
     for name in names_of_sets(names, flag) if names is not None else ():
         paths, num_rows = local_paths(name)
         if not paths and hub_name(name if num_rows is None else name.rpartition("#")[0]) is None:
-            raise UserError(f"{flag} {name}", "file not found")
+            is_there = "#" in name and local_paths(name.partition("#")[0])[0]
+            raise UserError(
+                f"{flag} {name}", "file not found", "after #, a whole number of rows above 0" * bool(is_there)
+            )
         if len(paths) == 1 and os.path.isfile(paths[0]) and not os.path.getsize(paths[0]):
             raise UserError(f"{flag} {name}", "no rows")
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -88,7 +88,7 @@ def tokenize_sft(
     """
     samples = tokens_of(rows, _tokens, tokenizer, flag=flag, max_len=max_len, **flags)
     only_warns = allow_no_stop or part.is_evaluation
-    samples, ledger = with_loss(part.of(samples), flag, max_len, only_warns)
+    samples, ledger = with_loss(part.of(samples), flag, max_len, only_warns, rows.column_names)
     ledger.left_out = None if is_prepared(rows) else ledger.left_out  # prepare_data has said so
     return samples, ledger
 
@@ -178,8 +178,13 @@ def options_of(
     return _Options(reader, input_template, train_on or "last", max_len, trained_ends(tokenizer))
 
 
-def with_loss(samples: Dataset, flag: str, max_len: int, allow_no_stop: bool) -> tuple[Dataset, Ledger]:
-    """The samples with a loss token, and the ledger. Raises UserError if none is left, and like `check_stops`."""
+def with_loss(
+    samples: Dataset, flag: str, max_len: int, allow_no_stop: bool, columns: Sequence[str] = ()
+) -> tuple[Dataset, Ledger]:
+    """The samples with a loss token, and the ledger. Raises UserError if none is left, and like `check_stops`.
+
+    `columns` are those of the rows.
+    """
     kept = column_of(samples, "num_loss_tokens") > 0
 
     def total(name: str, where: np.ndarray | bool = True) -> int:  # one column at a time: there may be a billion rows
@@ -198,9 +203,11 @@ def with_loss(samples: Dataset, flag: str, max_len: int, allow_no_stop: bool) ->
     if not kept.any():
         empty, cut = total("empty"), len(samples) - total("empty")
         wanted = (
-            "answers that are not empty, and that no key or column leaves out"
-            if empty > cut
-            else f"answers that fit into --max_len {max_len}"
+            f"answers that fit into --max_len {max_len}"
+            if cut >= empty
+            else "train_dpo or train_rm for pairs of answers"
+            if {"chosen", "rejected"} <= {*columns}
+            else "answers that are not empty, and that no key or column leaves out; train_ppo for prompts alone"
         )
         found = f"no sample is left: {counted(empty, 'row has', 'rows have')} no answer to train, {counted(cut, 'is', 'are')} cut off ({ledger.summary()})"
         raise UserError(flag, found, wanted)

@@ -1,7 +1,6 @@
 """Flags that hold for one set of --dataset only, as --dataset_flags has them: a JSON list with an object for each set."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from trainer.comma_separated import names_in
@@ -39,14 +38,3 @@ def as_flags(own: dict[str, Any], flag: str) -> dict[str, Any]:
     """The own flags of a set of `flag`, as flags of the command. Its `max_samples` goes over --max_eval_samples."""
     found = {SPLIT_OF[flag] if name == SPLIT else name: value for name, value in own.items()}
     return found | ({"max_eval_samples": own[MAX_SAMPLES]} if flag == "eval_dataset" and MAX_SAMPLES in own else {})
-
-
-def flags_of_sets(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, own flags) of each set, if sets have flags of their own; else one place "" without any. `values` are flat."""
-    found = []
-    for flag, own_flag in FLAGS_OF.items():
-        own = read(values.get(own_flag), flag, values.get(flag))
-        found += [(f"--{flag} {name}", as_flags(one, flag)) for name, one in zip(names_in(values.get(flag)), own)]
-        if values.get(flag) and not own:
-            found.append(("", {}))
-    yield from found or [("", {})]

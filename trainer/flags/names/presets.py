@@ -5,6 +5,7 @@ docs/algorithms.md has the table with the papers and their equations.
 
 from collections.abc import Callable
 
+from trainer.comma_separated import models_in, named_in, names_in
 from trainer.errors import UserError
 from trainer.flags.groups import flat
 from trainer.flags.rl_flags import PPOArguments
@@ -72,14 +73,22 @@ def with_preset(parse: Callable, argv: list[str]) -> tuple[PPOArguments, bool]:
 
 
 def with_teacher(args: PPOArguments, is_demo: bool, parse: Callable, argv: list[str]) -> tuple[PPOArguments, bool]:
-    """The arguments with what --teacher sets: the reference is the teacher, and its KL has the weight 1.
+    """The arguments with what --teacher sets: the reference is the teacher, or several, and its KL has the weight 1.
 
     Advantages are this KL alone, unless --advantage_estimator or a preset adds those of scores. Flags that the user gives win.
     """
     if args.kl.teacher is None:
         return args, is_demo
-    chosen = recipe(args) if args.advantage.preset else {}
-    values = {"advantage_estimator": "distill"} | chosen | {"ref_model": args.kl.teacher, "init_kl_coef": 1.0}
+    if args.kl.teacher_key:
+        named_in(
+            args.kl.teacher,
+            "--teacher",
+            "NAME=MODEL, or several of different names (comma-separated), for --teacher_key",
+        )
+    elif not names_in(args.kl.teacher):
+        raise UserError("--teacher", args.kl.teacher, "a model, or several (comma-separated)")
+    chosen, models = recipe(args) if args.advantage.preset else {}, models_in(args.kl.teacher, args.kl.teacher_key)
+    values = {"advantage_estimator": "distill"} | chosen | {"ref_model": ",".join(models), "init_kl_coef": 1.0}
     return parse([*_as_flags(values), *argv])
 
 
