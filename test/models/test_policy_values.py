@@ -1,9 +1,12 @@
 """Log-probs and entropies of a policy by chunks of logits: the same numbers, and never (tokens, vocabulary) at once."""
 
+from collections import Counter
+
 import pytest
 import torch
 from largest_tensor import LargestTensor
 from launch import ROOT, in_fork
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from trainer.methods.roles import make_policy_loss
@@ -58,6 +61,49 @@ def test_a_policy_loss_by_chunks_needs_no_tensor_of_tokens_times_vocabulary(monk
         assert float(found_values[name]) == pytest.approx(float(values[name]), rel=1e-5, abs=1e-6), name
     for name, grad in grads.items():
         assert (found_grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy_has_gradient", [False, True])
+def test_one_log_softmax_gives_the_bits_of_two(temperature, dtype, entropy_has_gradient):
+    generator = torch.Generator().manual_seed(2)
+    logits = 5 * torch.randn(3, 9, 31, generator=generator)
+    labels = torch.randint(31, (3, 9), generator=generator)
+    labels[:, :2] = token_losses.IGNORE
+    kept, results = token_losses.places_of_labels({"labels": labels}), []
+
+    def apart(logits, labels, temperature, kept, entropy_has_gradient):
+        options = {"chunk_tokens": labels.numel(), "temperature": temperature, "kept": kept}
+        log_probs = token_losses.token_log_probs(logits, labels, **options)
+        with torch.set_grad_enabled(entropy_has_gradient):
+            return log_probs, token_losses.token_entropies(logits, labels, **options)
+
+    for function in (apart, token_losses.log_probs_and_entropies):
+        given = logits.to(dtype).requires_grad_()
+        with Calls() as calls:
+            log_probs, entropies = function(given, labels, temperature, kept, entropy_has_gradient)
+        ((log_probs * log_probs.detach()).sum() + entropies.sum()).backward()
+        results.append((log_probs.detach(), entropies.detach(), given.grad, calls.counts))
+        assert entropies.requires_grad == entropy_has_gradient
+    assert (results[0][0] != 0).sum() == (labels != token_losses.IGNORE).sum()
+    for expected, found in zip(results[0][:3], results[1][:3]):
+        assert torch.equal(expected, found)
+    counts = [found["aten._log_softmax.default"] for *_, found in results]
+    assert counts == [2, 2 if entropy_has_gradient else 1]
+    assert (results[1][3]["aten.div.Tensor"] == 0) == (temperature == 1), "a division by 1 copies"
 
 
 def test_layouts_give_the_same_numbers_by_chunks(tmp_path):

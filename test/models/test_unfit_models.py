@@ -1,4 +1,6 @@
-"""Packing refuses, in one line, models that it would compute wrongly. Models that pass their windows are accepted."""
+"""Models that would be computed wrongly are refused in one line, most of them with packing. Models that pass their windows are accepted."""
+
+import contextlib
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from trainer.errors import UserError
 from trainer.models.attention.choice import resolve_attention, validate_packed_model
 from trainer.models.layers.compiled import compile_layers
 from trainer.models.losses.token_losses import causal_lm_logits
+from trainer.models.model_bounds import refuse_encoder
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -91,3 +94,23 @@ def test_chunks_are_cut_only_by_our_attention(tmp_path):
 def test_a_window_that_never_cuts_is_no_fault():
     model = make("Phimoe", **EXPERTS, sliding_window=128)
     assert causal_lm_logits(model, collate_packed(SAMPLES, 0)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "Electra", "BigBird", "RoFormer", "Llama"])
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_a_model_that_sees_later_tokens_is_refused(name, is_decoder, tmp_path):
+    """Refused exactly where a later token changes the logits before it."""
+    kind = getattr(transformers, f"{name}Config")
+    config = kind(**SMALL | {"pad_token_id": 1}, **({} if name == "Llama" else {"is_decoder": is_decoder}))
+    config.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    tokens = torch.arange(5, 17)[None]
+    logits = model(tokens).logits
+    tokens[0, -1] = 90
+    sees_later = not torch.allclose(model(tokens).logits[0, 0], logits[0, 0])
+    assert sees_later == (name != "Llama" and not is_decoder)
+    with pytest.raises(UserError, match=r"--teacher: .* is an encoder") if sees_later else contextlib.nullcontext():
+        refuse_encoder(str(tmp_path), AutoModelForCausalLM, False, "--teacher")
+    refuse_encoder(
+        str(tmp_path), transformers.AutoModelForSequenceClassification, False, "--pretrain"
+    )  # scores a whole text

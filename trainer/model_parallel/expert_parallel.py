@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainer.distributed.gradient_collectives import AllToAll, Sum, SumGradients
-from trainer.distributed.mesh_sizes import MeshSizes
+from trainer.distributed.mesh_sizes import MeshSizes, check_expert_ranks
 from trainer.distributed.sharded_tensors import even_dim
 from trainer.errors import UserError
 from trainer.metrics import counted
@@ -45,12 +45,8 @@ def _see_all_tokens(module: nn.Module) -> bool:
 
 def validate_experts(model: nn.Module, ep: int, sizes: MeshSizes) -> None:
     """Raise UserError unless the experts of `model` can be sharded over `ep` x tp ranks of a mesh of these sizes."""
+    check_expert_ranks(ep, sizes)
     fsdp, kind = sizes.dp_shard * sizes.sp, type(model).__name__
-    if fsdp % ep:
-        fits = ", ".join(str(size) for size in range(1, fsdp + 1) if fsdp % size == 0)
-        raise UserError(
-            FLAG, f"{ep} does not divide the {counted(fsdp, 'rank')} that shard the weights (dp_shard x sp)", fits
-        )
     experts = [module for module in model.modules() if are_experts(module)]
     if not experts and ep > 1:
         raise UserError(FLAG, f"{kind} has no experts that transformers stacks in one tensor", "1")

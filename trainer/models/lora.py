@@ -45,6 +45,8 @@ def add_adapter(model, options: LoraOptions, base: str) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model  # an extra, `.[lora]`, that may be absent
 
+    if not options.start:
+        _refuse_unused(options.target_modules or (), model)
     heads = [name for name, _ in model.named_children() if name in HEADS]
     layers = {
         "r": options.rank,
@@ -174,6 +176,14 @@ def _means_experts(name: str, model) -> bool:
     except ValueError:  # a part of what transformers 5 has stacked
         return True
     return bool(config.target_parameters)
+
+
+def _refuse_unused(names: tuple[str, ...], model) -> None:
+    """Raise UserError for names that no module has. peft asks only that one of them has."""
+    paths = [f".{path}" for path, _ in model.named_modules()]
+    unused = [name for name in names if not any(path.endswith(f".{name}") for path in paths)]
+    if unused := [name for name in unused if not _means_experts(name.rpartition(".")[2], model)]:
+        raise UserError("--target_modules", f"no layer is named {', '.join(unused)}", _linear_names(model))
 
 
 def _validate_targets(model) -> None:

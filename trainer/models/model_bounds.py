@@ -3,12 +3,26 @@
 import re
 
 import torch
-from transformers import AutoModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
 from trainer.datasets.samples.bounds import Bounds
+from trainer.errors import UserError
 from trainer.model_folders.model_folder import read_config
 
 TABLE = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.|$)")  # the name of a table with one row for each position
+
+
+def refuse_encoder(folder: str, auto_class, trust_remote_code: bool, flag: str) -> None:
+    """Raise UserError for BERT and its kind as a language model: its attention sees the tokens that it should predict.
+
+    transformers builds such a model without a word. Only `is_decoder` (XLM: `causal`) in its config masks later tokens.
+    """
+    config = read_config(folder, trust_remote_code)
+    if auto_class._model_mapping is not MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+        return
+    if not any(getattr(config, name, False) for name in ("is_decoder", "causal", "is_encoder_decoder")):
+        found = f"{folder}: {config.model_type} is an encoder, whose attention sees the tokens that it should predict"
+        raise UserError(flag, found, "a decoder; or a config.json with is_decoder true")
 
 
 def bounds_of(folder: str, trust_remote_code: bool) -> Bounds:

@@ -75,11 +75,7 @@ def make_initial_reward_model(
     Raises:
         UserError: transformers has no sequence classifier for the model, or `source` has no safetensors.
     """
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise UserError(flag, f"transformers has no sequence classifier for {config.model_type}", "another model")
-    weight_map = _weight_map(source, flag)
-    named = None if f"{head_prefix}.weight" == HEAD else _named_head(source, weight_map, head_prefix, config)
+    config, weight_map, named = read_source(source, trust_remote_code, head_prefix, flag)
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
     for name in os.listdir(source):
@@ -97,6 +93,22 @@ def make_initial_reward_model(
     with open(os.path.join(folder, INDEX), "w") as file:
         json.dump({"metadata": {}, "weight_map": weight_map}, file)
     _save_config(config, source, folder, trust_remote_code)
+
+
+def read_source(source: str, trust_remote_code: bool, head_prefix: str, flag: str) -> tuple:
+    """(config, {tensor: file}, head under another name or None) of the model that a reward model starts from.
+
+    Raises UserError as `make_initial_reward_model` does. It is fast: no weights but those of the head are read.
+    """
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False):
+        found = f"{source}: {config.model_type} is an encoder-decoder, which scores no tokens of a text"
+        raise UserError(flag, found, "a causal language model")
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise UserError(flag, f"transformers has no sequence classifier for {config.model_type}", "another model")
+    weight_map = _weight_map(source, flag)
+    named = None if f"{head_prefix}.weight" == HEAD else _named_head(source, weight_map, head_prefix, config)
+    return config, weight_map, named
 
 
 def check_head(folder: str, flag: str) -> None:

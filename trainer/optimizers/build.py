@@ -82,6 +82,11 @@ def build_scheduler(
     return LambdaLR(optimizer, shares)
 
 
+def check_rates(name: str, learning_rate: float, total_steps: int, **ends) -> None:
+    """Raise UserError for a schedule whose rates are 0 in every step. `ends` are those of `build_scheduler`."""
+    build_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=learning_rate), total_steps=total_steps, **ends)
+
+
 def _warmed_up(share: Callable[[int], float], warmup_steps: int) -> Callable[[int], float]:
     """The share of the peak at a step, counted from 0. The warm-up of `share` is replaced."""
     return lambda step: (step + 1) / (warmup_steps + 1) if step < warmup_steps else share(step)

@@ -2,8 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Optional
 
@@ -42,11 +41,6 @@ class StrategyOptions:
     reduce_dtype: str = "fp32"
     optim: str = "adamw"
     exact: bool = False
-
-    @classmethod
-    def from_flags(cls, flags: Mapping[str, Any]) -> "StrategyOptions":
-        """The options from a mapping of flags. It holds all fields above; other flags are ignored."""
-        return cls(**{field.name: flags[field.name] for field in fields(cls)})
 
     def mesh_sizes(self) -> MeshSizes:
         """The mesh of the ranks that torchrun started. Raises UserError if the sizes do not divide their number."""

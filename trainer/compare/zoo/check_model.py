@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         if unknown:
             raise UserError("--only", unknown, ", ".join([*LAYOUTS, TEMPLATES, WEIGHTS]))
         work_dir.mkdir(parents=True, exist_ok=True)
-        rows = check(options.model, options.only, work_dir, options.timeout)
+        rows, is_trainable = check(options.model, options.only, work_dir, options.timeout)
         if options.json:
             Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
         bad = any(zoo.is_bad(row) for row in rows)
@@ -46,11 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         if not options.keep and not bad:
             shutil.rmtree(work_dir, ignore_errors=True)
-    return int(bad)
+    return int(bad) or (0 if is_trainable else 2)
 
 
-def check(model: str, only: list[str] | None, work_dir: Path, timeout: float) -> list[dict]:
-    """Print and return the rows of the table: {"name", "flags", "verdict", "note"}.
+def check(model: str, only: list[str] | None, work_dir: Path, timeout: float) -> tuple[list[dict], bool]:
+    """Print and return the rows of the table: {"name", "flags", "verdict", "note"}. False: no command trains such a model.
 
     Raises UserError if there is no such model, or no tiny model of its kind.
     """
@@ -85,10 +85,9 @@ def check(model: str, only: list[str] | None, work_dir: Path, timeout: float) ->
     if config not in configs:
         rest = f"; below is its text part, {text.model_type}" if configs else ""
         add_row("model", "refused", f"transformers has no CausalLM for {config.model_type}{rest}")
-    if not configs:
-        return rows
-    run_layouts(configs, [name for name in LAYOUTS if name in wanted], work_dir, timeout, add_row)
-    return rows
+    if configs:
+        run_layouts(configs, [name for name in LAYOUTS if name in wanted], work_dir, timeout, add_row)
+    return rows, bool(configs)
 
 
 def _in_own_process(function: Callable, answer: Path, timeout: float):

@@ -18,6 +18,7 @@ from trainer.distributed.sharded_tensors import sharded_logits
 from trainer.models.losses.linear_loss import as_autocast, at_places, forward_replaced, head_is_last, row_slices
 from trainer.models.losses.token_losses import (
     causal_lm_logits,
+    log_probs_and_entropies,
     places_of_labels,
     token_entropies,
     token_log_probs,
@@ -36,22 +37,23 @@ def policy_values(
     after the head, or that has an adapter on it.
     """
     labels, head = micro_batch["labels"], model.get_output_embeddings()
-    kept, options = places_of_labels(micro_batch), {"temperature": temperature}
+    kept, in_one_chunk = places_of_labels(micro_batch), False
     sharded_logits = vars(head).get("sharded_logits")  # of a head that DeepSpeed has sharded over tp
     has_own_product = "forward" in vars(head)  # with --exact
     if (isinstance(head, torch.nn.Linear) or sharded_logits) and not has_own_product:
         chunk_rows = tokens_of_a_chunk(_vocab_size(head), labels.device)
         config = model.get_output_embeddings.__self__.config
-        if len(kept) <= chunk_rows:
-            options |= {"chunk_tokens": labels.numel(), "kept": kept}
-        elif head_is_last(type(config), config.to_json_string(False)):
-            return _by_chunks(model, micro_batch, kept, chunk_rows, temperature)
+        in_one_chunk = len(kept) <= chunk_rows
+        if not in_one_chunk and head_is_last(type(config), config.to_json_string(False)):
+            return _by_chunks(model, micro_batch, kept, chunk_rows, temperature, entropy_has_gradient)
     logits = causal_lm_logits(model, micro_batch)
     if "kept_sets" in micro_batch:
         logits = within_sets(logits, micro_batch["kept_sets"])
-    log_probs = token_log_probs(logits, labels, **options)
+    if in_one_chunk:
+        return log_probs_and_entropies(logits, labels, temperature, kept, entropy_has_gradient)
+    log_probs = token_log_probs(logits, labels, temperature=temperature)
     with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
-        return log_probs, token_entropies(logits, labels, **options)
+        return log_probs, token_entropies(logits, labels, temperature=temperature)
 
 
 def _vocab_size(head: torch.nn.Module) -> int:
@@ -61,7 +63,9 @@ def _vocab_size(head: torch.nn.Module) -> int:
     return head.weight.shape[0] if isinstance(head.weight, DTensor) else head.out_features
 
 
-def _by_chunks(model, micro_batch: dict, kept: torch.Tensor, chunk_rows: int, temperature: float):
+def _by_chunks(
+    model, micro_batch: dict, kept: torch.Tensor, chunk_rows: int, temperature: float, entropy_has_gradient: bool
+):
     labels = micro_batch["labels"]
     targets, sets = labels.flatten()[kept], micro_batch.get("kept_sets")
     if sets is not None:  # where the sets of each chunk begin; the host waits once for a GPU
@@ -78,8 +82,7 @@ def _by_chunks(model, micro_batch: dict, kept: torch.Tensor, chunk_rows: int, te
                 places, tokens = sets[:, starts[number] : starts[number + 1]]
                 logits = within_sets(logits, torch.stack([torch.searchsorted(kept[rows], places), tokens]))
             every = torch.arange(here.numel(), device=here.device)  # each of these places has a label
-            options = {"chunk_tokens": here.numel(), "temperature": temperature, "kept": every}
-            values = token_log_probs(logits, here, **options), token_entropies(logits, here, **options)
+            values = log_probs_and_entropies(logits, here, temperature, every, entropy_has_gradient)
             return torch.stack(values, -1)[0]  # (chunk, 2)
 
         hidden, weight, bias = as_autocast(hidden, weight, bias)

@@ -76,7 +76,7 @@ def token_log_probs(
         def nll(kept_logits, targets):
             return vocab_parallel_nll(kept_logits, targets, offset[-1], group)
 
-    return _by_chunks(lambda found, targets: -nll(found / temperature, targets), logits, labels, chunk_tokens, kept)
+    return _by_chunks(lambda found, targets: -nll(_at(temperature, found), targets), logits, labels, chunk_tokens, kept)
 
 
 def token_entropies(
@@ -91,7 +91,31 @@ def token_entropies(
         def entropy(kept_logits):
             return vocab_parallel_entropy(kept_logits, group)
 
-    return _by_chunks(lambda found, _targets: entropy(found / temperature), logits, labels, chunk_tokens, kept)
+    return _by_chunks(lambda found, _targets: entropy(_at(temperature, found)), logits, labels, chunk_tokens, kept)
+
+
+def log_probs_and_entropies(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float, kept: torch.Tensor, entropy_has_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `token_log_probs` and `token_entropies` of a single chunk, in the same bits.
+
+    One log-softmax serves both, unless the entropies have a gradient or the vocabulary is sharded.
+    """
+    if entropy_has_gradient or isinstance(logits, DTensor):
+        options = {"chunk_tokens": labels.numel(), "temperature": temperature, "kept": kept}
+        log_probs = token_log_probs(logits, labels, **options)
+        with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
+            return log_probs, token_entropies(logits, labels, **options)
+    rows = _at(temperature, logits.flatten(0, -2)[kept].float()).log_softmax(-1)
+    nll = F.nll_loss(rows, labels.flatten()[kept], reduction="none")
+    with torch.no_grad():
+        entropies = _entropy_of(rows)
+    return tuple(_placed(values, labels.flatten(), kept).view(labels.shape) for values in (-nll, entropies))
+
+
+def _at(temperature: float, logits: torch.Tensor) -> torch.Tensor:
+    """The logits divided by the temperature. A division by 1 would only copy them."""
+    return logits if temperature == 1 else logits / temperature
 
 
 def _by_chunks(function, logits: torch.Tensor, labels: torch.Tensor, chunk_tokens: int, kept=None) -> torch.Tensor:
@@ -117,7 +141,10 @@ def places_of_labels(micro_batch: dict) -> torch.Tensor:
 
 
 def _of_chunk(logits: torch.Tensor, labels: torch.Tensor, kept: torch.Tensor, function) -> torch.Tensor:
-    values = function(logits[kept].float(), labels[kept])
+    return _placed(function(logits[kept].float(), labels[kept]), labels, kept)
+
+
+def _placed(values: torch.Tensor, labels: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return values.new_zeros(labels.shape).index_put((kept,), values)
 
 
@@ -126,5 +153,8 @@ def _whole_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_entropy(logits: torch.Tensor) -> torch.Tensor:
-    log_probabilities = logits.log_softmax(-1)
+    return _entropy_of(logits.log_softmax(-1))
+
+
+def _entropy_of(log_probabilities: torch.Tensor) -> torch.Tensor:
     return -(log_probabilities.exp() * log_probabilities).sum(-1)
