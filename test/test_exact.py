@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from exact_models import save_models
-from launch import forked, train_many
+from launch import FULL, forked, train_many
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
@@ -471,9 +471,9 @@ def line(name: str, folder, data, *more: str) -> list[str]:
         "--max_len",
         "200",
         "--max_samples",
-        "21",
+        "13",
         "--max_steps",
-        "3",
+        "2",
     ]
     flags += ["--learning_rate", "1e-3", "--weight_decay", "0.1", "--no_save", "--exact", "--param_dtype", "fp32"]
     flags += ["--train_batch_size", "8", *BACKENDS[name.split("-")[0]]]
@@ -538,12 +538,11 @@ def test_layouts_have_equal_bits_and_so_has_a_resume_on_another(shared_data, tmp
     for names, resumed_name in (([*alone, *pair, *four], "z3-tp2-resumed"), (lora, "f-lora-resumed")):
         expected = bits_of(tmp_path / names[0])
         assert len(expected.tensors) == 2 and all(expected.tensors.values())
-        assert expected.steps == 3 and len({row["loss"] for row in expected.rows.values()}) == 3
+        assert expected.steps == 2 and len({row["loss"] for row in expected.rows.values()}) == 2
         for name in names[1:]:
             assert first_difference(expected, bits_of(tmp_path / name)) is None, name
         found = bits_of(tmp_path / resumed_name)
-        assert list(found.rows) == [2, 3]
-        assert all(found.rows[step] == expected.rows[step] for step in (2, 3))
+        assert list(found.rows) == [2] and found.rows[2] == expected.rows[2]
         assert found.tensors["weights_final.safetensors"] == expected.tensors["weights_final.safetensors"]
 
 
@@ -580,9 +579,9 @@ def test_other_commands_have_equal_bits_too(shared_data, tmp_path):
 
     train_many(1, [of("train_dpo", "z1"), of("train_rm", "f"), of("train_kd", "f")], tmp_path, 300)
     pairs = [
-        ("train_dpo-z1", ["z2-ring2", "f-mb2-packed", "z3-tp2"]),
-        ("train_rm-f", ["z3-mb2", "z1-tp2", "f-ring2"]),
-        ("train_kd-f", ["z2-mb2-packed", "f-tp2", "z3-ring2"]),
+        ("train_dpo-z1", ["z2-ring2", "f-mb2-packed", *["z3-tp2"] * FULL]),
+        ("train_rm-f", ["z1-tp2", "f-ring2", *["z3-mb2"] * FULL]),
+        ("train_kd-f", ["f-tp2", "z3-ring2", *["z2-mb2-packed"] * FULL]),
     ]
     train_many(2, [of(alone.partition("-")[0], name) for alone, names in pairs for name in names], tmp_path, 300)
     for alone, names in pairs:

@@ -17,16 +17,17 @@ BACKENDS = {
     "deepspeed-z3": ["--backend", "deepspeed", "--zero_stage", "3"],
     "fsdp2": ["--backend", "fsdp2"],
 }
-STEPS = 6  # the command takes 20
+STEPS = 4  # the command takes 20
 # every stage on two ranks, both backends on one, with every micro-batch size and form in turn
 GRID = [
-    "deepspeed-z0-1r-mb1-packed", "deepspeed-z1-1r-mb4-padded-onednn", "fsdp2-1r-mb1-packed-mkl",
+    "deepspeed-z0-1r-mb1-packed", "fsdp2-1r-mb1-packed-mkl",
     "deepspeed-z0-2r-mb4-padded", "deepspeed-z1-2r-mb1-padded", "deepspeed-z2-2r-mb4-packed-compiled",
-    "deepspeed-z3-2r-mb4-packed", "deepspeed-z3-2r-mb4-padded", "fsdp2-2r-mb4-padded",
+    "deepspeed-z3-2r-mb4-padded", "fsdp2-2r-mb4-padded",
     "fsdp2-2r-mb4-padded-compiled-onednn", "fsdp2-2r-mb1-padded-once",
     "fsdp2-2r-mb1-packed-selective", "deepspeed-z3-2r-mb4-padded-selective",
 ]  # fmt: skip
-BF16_GRID = [f"{backend}-2r-bf16" for backend in (BACKENDS if FULL else ("deepspeed-z1", "deepspeed-z3", "fsdp2"))]
+GRID += ["deepspeed-z1-1r-mb4-padded-onednn", "deepspeed-z3-2r-mb4-packed"] if FULL else []
+BF16_GRID = [f"{backend}-2r-bf16" for backend in (BACKENDS if FULL else ("deepspeed-z3", "fsdp2"))]
 # 45 samples in batches of 16 over two epochs: the last batch of each epoch is short and leaves a rank with less
 SHUFFLED_GRID = [
     "fsdp2-2r-shuffled",

@@ -22,28 +22,34 @@ from trainer.strategies.deepspeed import DeepspeedStrategy
 from trainer.strategies.fsdp2 import FSDP2Strategy
 from trainer.strategies.options import StrategyOptions
 
-STEPS, SAVED_AT = 6, 3
+STEPS, SAVED_AT = 4, 2
 # of each number of ranks: the runs, and what goes on from a checkpoint of another layout
 RUNS = {
     1: ["deepspeed-z0-1r-mb4-padded-muon"],
     2: [
         "fsdp2-2r-mb4-packed-muon", "deepspeed-z0-2r-mb4-packed-adafactor",
         "fsdp2-2r-mb4-packed-tp2-adamw_8bit", "deepspeed-z0-2r-mb4-padded-adamw_8bit",
+        "fsdp2-2r-mb4-padded-tp2-muon", "fsdp2-2r-mb4-padded-adafactor",
     ],
-    4: ["fsdp2-4r-mb1-padded-tp2-muon", "fsdp2-4r-mb1-packed-hsdp2-adafactor", "fsdp2-4r-mb1-padded-tp2-adamw_8bit"],
 }  # fmt: skip
 RESUMED = {
     1: {"deepspeed-z0-1r-mb4-padded-resumed-muon": "fsdp2-2r-mb4-packed-muon"},
     2: {
         "fsdp2-2r-mb4-packed-tp2-resumed-adafactor": "deepspeed-z0-2r-mb4-packed-adafactor",
-        "fsdp2-2r-mb4-padded-resumed-adamw_8bit": "fsdp2-4r-mb1-padded-tp2-adamw_8bit",
+        "fsdp2-2r-mb4-padded-resumed-adamw_8bit": "fsdp2-2r-mb4-packed-tp2-adamw_8bit",
         "fsdp2-2r-mb4-packed-tp2-resumed-adamw_8bit": "fsdp2-2r-mb4-packed-tp2-adamw_8bit",
     },
 }
 if FULL:  # `PARITY=full`: the parts of layouts that stand above
     RUNS[1] += ["fsdp2-1r-mb4-packed-adamw_8bit"]
-    RUNS[2] += ["fsdp2-2r-mb4-padded-adafactor", "fsdp2-2r-mb4-padded-tp2-muon", "fsdp2-2r-mb1-packed-sp2-muon"]
+    RUNS[2] += ["fsdp2-2r-mb1-packed-sp2-muon"]
+    RUNS[4] = [
+        "fsdp2-4r-mb1-padded-tp2-muon",
+        "fsdp2-4r-mb1-packed-hsdp2-adafactor",
+        "fsdp2-4r-mb1-padded-tp2-adamw_8bit",
+    ]
     RESUMED[2]["fsdp2-2r-mb4-packed-resumed-muon"] = "fsdp2-2r-mb4-packed-muon"
+    RESUMED[2]["fsdp2-2r-mb1-padded-resumed-adamw_8bit"] = "fsdp2-4r-mb1-padded-tp2-adamw_8bit"
 # 2 ranks: what has no plain loop here repeats its own steps bit by bit from a checkpoint
 VERIFIED = {
     "fsdp2-2r-mb4-packed-lora-muon": ["--lora_rank", "4", "--tensor_parallel_size", "2"],

@@ -1,18 +1,17 @@
 """train_rm and train_dpo on every kind of layout against the plain loop, on real pairs with a really trained model.
 
 The tolerances are those of test_parity.py. Each command runs on conversations (oasst100, by a chat template) and on plain
-prompts (gsm8k), packed and padded. A plain pytest run takes 9 of the 60 configurations of --loss dpo and of rewards, in which
+prompts (gsm8k), packed and padded. A plain pytest run takes 7 of the 60 configurations of --loss dpo and of rewards, in which
 each command meets each backend, each form and each layout of two ranks, and all but two of VARIANTS; all of them:
 
     PARITY=full python -m pytest test/test_parity_preference.py
 """
 
 import json
-import os
 
 import pytest
 import torch
-from launch import ROOT, forked, read_rows, read_steps, train_many
+from launch import FULL, ROOT, forked, read_rows, read_steps, train_many
 from safetensors.torch import load_file
 from test_parity import assert_same_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
@@ -53,13 +52,11 @@ KINDS = {
 FULL_GRID = [
     f"{command}-{backend}-{layout}-{form}" for command, form in KINDS for layout in LAYOUTS for backend in BACKENDS
 ]
-# each layout with each command, but one layout of four ranks each, which are slow; backends and forms go round
+# each layout of two ranks; backends and forms go round. Four ranks are slow
 SAMPLE = [
-    "train_rm-fsdp2-dp2-packed", "train_rm-z1-tp2-padded", "train_rm-z3-sp2-packed", "train_rm-fsdp2-tp2-sp2-padded",
+    "train_rm-fsdp2-dp2-packed", "train_rm-z1-tp2-padded", "train_rm-z3-sp2-packed",
     "train_dpo-z1-dp2-padded", "train_dpo-z3-dp2-packed", "train_dpo-fsdp2-tp2-packed", "train_dpo-fsdp2-sp2-padded",
-    "train_dpo-z1-dp2-tp2-packed",
 ]  # fmt: skip
-FULL = os.environ.get("PARITY") == "full"
 GRID = FULL_GRID if FULL else SAMPLE
 # ipo squares a distance: so its rate is smaller. With a beta of 0.02 the distance is 25, and fp32 rounding of a sum of 190
 # log-probs, about 3e-5, is small beside it.
@@ -149,7 +146,8 @@ def runs(tmp_path_factory, shared_data):
                 for name, variant in wanted
                 if LAYOUTS["-".join(name.split("-")[2:-1])][0] == num_ranks
             ]
-            train_many(num_ranks, lines, folder, timeout=1500)
+            if lines:
+                train_many(num_ranks, lines, folder, timeout=1500)
     return folder
 
 

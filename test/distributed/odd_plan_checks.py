@@ -9,7 +9,7 @@ import sys
 import tensor_parallel_checks
 import torch
 import torch.distributed as dist
-from odd_plan_models import EXTRA, LAYOUTS, MODELS, SIZES, make_config
+from odd_plan_models import EXTRA, MODELS, SIZES, layouts_of, make_config
 from tensor_parallel_checks import make_samples, plain_run, strategy_run
 from transformers import AutoModelForCausalLM
 
@@ -43,7 +43,7 @@ def check_exactness(folder: str) -> None:
         samples = make_samples(SIZES["vocab_size"])
         expected = plain_run(f"{folder}/{name}", samples)
         extra = {layout: options for model, layout, options in EXTRA if model == name}
-        for layout, options in (LAYOUTS | extra).items():
+        for layout, options in (layouts_of(name) | extra).items():
             run = strategy_run(f"{folder}/{name}", samples, packed=False, **options)
             worst = {key: worst_of(run, expected, key) for key in ("losses", "norms", "grads", "weights")}
             assert worst["losses"] <= 1e-5 and worst["norms"] <= 1e-4, (name, layout, worst)
