@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from launch import ROOT, in_fork, run_process
-from transformers import FalconH1Config, GptOssConfig
+from transformers import FalconH1Config, GptOssConfig, T5Config
 
 from trainer.compare.zoo.check_model import LAYOUTS, LEFT_OUT, main
 from trainer.compare.zoo.zoo_own import MAX_ROLLOUT_KL, RL, judge_rl
@@ -93,6 +93,12 @@ def test_usage_errors(arguments, line, capsys):
     assert main(arguments) == 2
     told = capsys.readouterr().err
     assert told.startswith(line) and told.count("\n") == 1, told
+
+
+def test_a_kind_that_no_command_trains_ends_with_2(tmp_path):
+    T5Config(d_model=8, num_layers=1).save_pretrained(tmp_path / "t5")
+    code, output, _ = check(tmp_path, "t5", "weights")
+    assert code == 2 and "transformers has no CausalLM for t5" in output
 
 
 @pytest.mark.parametrize(("kl", "verdict"), [(0.0, "pass"), (10 * MAX_ROLLOUT_KL, "wrong"), (float("nan"), "wrong")])
