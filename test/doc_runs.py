@@ -41,7 +41,7 @@ SMALL_PPO = {  # what makes a run of train_ppo short
     "--train_batch_size": "4",
     "--micro_train_batch_size": "2",
 }
-MAX_STEPS, MAX_STEPS_OF_RESUMED = 2, 3
+MAX_STEPS, MAX_STEPS_OF_RESUMED, LONG = 2, 3, 30  # a page's own --max_steps stay where they are below LONG
 LAUNCH_SECONDS, ENTRY_SECONDS, SHELL_SECONDS = 120, 10, 240  # several times what a machine with 2 cores takes
 
 
@@ -68,7 +68,10 @@ def make_base(folder: Path) -> None:
             "data": plain,
             "chat": chats,
             "pairs": pairs,
-            "prompts": [{"question": row["messages"][0]["content"], "answer": row["label"]} for row in prompts],
+            "prompts": [
+                {"question": row["messages"][0]["content"], "answer": row["label"], "domain": ("math", "code")[i % 2]}
+                for i, row in enumerate(prompts)
+            ],
             "answers": [
                 {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
                 for row in pairs
@@ -135,7 +138,7 @@ def shorten(commands: list[Command], port: int) -> None:
 def _short_flags(command: Command) -> list[str]:
     argv, added = command.argv, {}
     resumes = value_of(argv, "--load_checkpoint") is not None
-    if value_of(argv, "--max_steps") is None:
+    if int(value_of(argv, "--max_steps") or LONG) >= LONG:
         added["--max_steps"] = str(MAX_STEPS_OF_RESUMED if resumes else MAX_STEPS)
     if int(value_of(argv, "--save_steps") or 0) > MAX_STEPS:
         added["--save_steps"] = str(MAX_STEPS)

@@ -39,6 +39,7 @@ from trainer.datasets.samples.streaming import start_of_epoch
 from trainer.models.model_loading import load_tokenizer
 from trainer.rollout.engines.on_vllm.vllm_server import VLLMServerEngine
 from trainer.rollout.engines.sampling import Sampling
+from trainer.rollout.engines.sglang_server import SGLangServerEngine
 from trainer.rollout.rewards.http_service import HTTPLimits, server_of
 from trainer.runs.api.api_service import Offer, TrainingService
 from trainer.runs.features.streamed_run import open_stream
@@ -49,6 +50,7 @@ STREAMED = (".tar", ".tar.gz", ".jsonl.gz")  # tar files are read as a stream on
 PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 SAMPLING = Sampling(1.0, 8, (2,), top_k=4)
 TOKEN = {"logprob": -1.5, "top_logprobs": [{"token_id": number, "logprob": -1.5 - number} for number in range(40)]}
+OF_SGLANG = {"output_ids": [0, 2], "meta_info": {"finish_reason": {"type": "stop", "matched": 2}, "weight_version": "", "output_token_logprobs": [[-1.5, 0, None], [-3.5, 2, None]], "output_token_sampling_mask": [[0, 1], [2]], "output_token_sampling_logprobs": [-0.5, 0.0]}}  # fmt: skip
 COMPLETION = {"choices": [{"token_ids": [0, 2], "logprobs": {"content": [TOKEN, TOKEN | {"logprob": -3.5}]}, "finish_reason": "stop"}]}  # fmt: skip
 
 
@@ -190,7 +192,8 @@ class ReaderCases(Cases):
         self.case(kind, what, read)
 
     def replied(self, url: str, answers: list[bytes]) -> None:
-        body = json.dumps(COMPLETION).encode()
+        kind, completion = self.dice.choice([(VLLMServerEngine, COMPLETION), (SGLangServerEngine, OF_SGLANG)])
+        body = json.dumps(completion).encode()
         head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
         if self.dice.random() < 0.6:
             content, what = self.damaged(body, "body.json")
@@ -199,8 +202,9 @@ class ReaderCases(Cases):
             content, what = self.damaged(head.format(len(body)).encode() + body, "reply")
             answers.append(content)
         del answers[:-1]
-        engine = object.__new__(VLLMServerEngine)
-        engine._key, engine._vocab_size = None, 64
+        engine = object.__new__(kind)
+        engine._key, engine._vocab_size, engine._checksum, engine._num_aborts = None, 64, "", 0
+        engine._cache_salt = "mark"
 
         def read() -> str:
             found = engine._complete(url, SAMPLING, [1], 0, 8)

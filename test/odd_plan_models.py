@@ -2,6 +2,7 @@
 
 import torch
 import transformers
+from launch import FULL
 from transformers import AutoModelForCausalLM
 
 SIZES = {
@@ -55,6 +56,12 @@ LAYOUTS = {
     "z1": {"tensor_parallel_size": 2, "zero_stage": 1},
 }
 EXTRA = [("gpt2", "z3", {"tensor_parallel_size": 2, "zero_stage": 3})]
+
+
+def layouts_of(name: str) -> dict[str, dict]:
+    """One in turn, or all with `PARITY=full`."""
+    turn = list(LAYOUTS)[list(MODELS).index(name) % len(LAYOUTS)]
+    return LAYOUTS if FULL else {turn: LAYOUTS[turn]}
 
 
 def make_config(name: str):

@@ -77,7 +77,7 @@ def found_results(args, old, policy, reference=None, values=None, samples=None) 
     batch = SimpleNamespace(micro_batches=parts, num_targets=sum(rows["num_loss_tokens"]))
     strategy = SimpleNamespace(device=torch.device("cpu"), all_reduce=lambda tensor: tensor)
     roles = SimpleNamespace(
-        routers=None, actor=(old,), has_reference=bool(args.kl.init_kl_coef), reference=reference, critic=None
+        routers=None, actor=(old,), references=(reference,) if args.kl.init_kl_coef else (), critic=None
     )
     state = RLState(None, args.kl.init_kl_coef, entropy=EntropyCoef(args.advantage.entropy_loss_coef))
     part = Part(strategy, samples, None)

@@ -130,10 +130,24 @@ def kl(p, q):
     return (p * (p.log() - q.log())).sum()
 
 
+def shares_of(args, teachers: dict, sample: dict) -> dict[str, float]:
+    """What each teacher counts for a sample: 1 for that of its row in --dataset, or its weight."""
+    if args.teacher_key:
+        with open(args.dataset) as file:
+            row = json.loads(file.readlines()[sample["row"]])
+        return {row[args.teacher_key]: 1.0}
+    return dict(zip(teachers, args.teacher_weights or [1 / len(teachers)] * len(teachers)))
+
+
 def distance_loss(args, model, sample: dict) -> torch.Tensor:
+    """The mean of the distances from the teachers of the sample."""
+    return sum(share * distance_from(args, model, sample, logits) for share, logits in sample["teacher_logits"])
+
+
+def distance_from(args, model, sample: dict, teacher_logits) -> torch.Tensor:
     """Agarwal et al. 2024, equation 1, at each token of the response; with --kd_top_k, other tokens are one."""
     total, beta = 0.0, args.kd_beta
-    for p, q in zip(sample["teacher_logits"].softmax(-1), logits_of(args, model, sample).softmax(-1)):
+    for p, q in zip(teacher_logits.softmax(-1), logits_of(args, model, sample).softmax(-1)):
         if args.kd_top_k:
             order = p.argsort(descending=True)
             top, rest = order[: args.kd_top_k], order[args.kd_top_k :]
@@ -210,8 +224,13 @@ def main(argv: list[str]) -> None:
     args = SimpleNamespace(**flat(parse(argv)[0]))
     args.learning_rate = rate_of("train_ppo", args.learning_rate, args.lora_rank)
     os.makedirs(args.output_dir, exist_ok=True)
-    folders = args.pretrain, args.ref_model or args.pretrain
-    model, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
+    parts = [part.rpartition("=") for part in (args.teacher or args.ref_model or args.pretrain).split(",")]
+    folders = {name or folder: folder for name, _, folder in parts}
+    model, *others = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for folder in (args.pretrain, *folders.values())
+    )
+    references = dict(zip(folders, others))
     if args.routing_replay:
         replay_routing(model)
     model = add_lora(model, args) if args.lora_rank else model
@@ -229,9 +248,14 @@ def main(argv: list[str]) -> None:
                 sample["old"] = log_probs_and_entropies(args, actor.model, sample)[0]
                 if args.bypass_mode:
                     sample["old"] = torch.tensor(sample["log_probs"], dtype=torch.float64)
-                sample["ref"] = log_probs_and_entropies(args, reference, sample)[0]
+                shares = shares_of(args, references, sample)
+                sample["ref"] = sum(
+                    share * log_probs_and_entropies(args, references[name], sample)[0] for name, share in shares.items()
+                )
                 if args.kd_loss:
-                    sample["teacher_logits"] = logits_of(args, reference, sample)
+                    sample["teacher_logits"] = [
+                        (share, logits_of(args, references[name], sample)) for name, share in shares.items()
+                    ]
                 if critic:
                     sample["old_values"] = values_of(critic.model, sample)
         (gae_advantages if critic else group_advantages)(args, samples)

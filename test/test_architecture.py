@@ -327,9 +327,13 @@ def test_an_import_inside_a_function_says_why():
 
 
 def test_folders_are_small_and_say_their_trade():
+    from trainer.cli.__main__ import OTHERS, RANKED
+
     for folder in {path.parent for path in modules().values()} - {PACKAGE}:
         files = [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
-        limit = 20 if folder.name == "cli" else 16  # cli/ has a file for each command
-        assert len(files) <= limit, f"{folder.relative_to(ROOT)} has {len(files)} files"
+        if folder.name == "cli":
+            assert {path.stem for path in files} == {*RANKED.values(), *OTHERS}, "a file for each command, and no other"
+        else:
+            assert len(files) <= 16, f"{folder.relative_to(ROOT)} has {len(files)} files"
         trade = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
         assert trade, f"{folder.relative_to(ROOT)}/__init__.py does not say the trade of the folder"

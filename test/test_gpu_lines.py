@@ -189,7 +189,15 @@ def test_the_identity_of_a_run_names_the_card_and_no_cpu_kernels(cuda, monkeypat
 )
 def test_widths_of_experts_are_asked_in_half_precision_on_a_gpu(monkeypatch, dtype, on):
     asked = []
-    for name in ("find_weights", "weights_size", "check_code", "has_sdpa", "disable_dropout", "change_layers"):
+    for name in (
+        "find_weights",
+        "weights_size",
+        "check_code",
+        "refuse_encoder",
+        "has_sdpa",
+        "disable_dropout",
+        "change_layers",
+    ):
         monkeypatch.setattr(run_models, name, lambda *_: True)
     monkeypatch.setattr(run_models.model_folder, "check_weights", lambda *_: [])
     monkeypatch.setattr(run_models, "validate_expert_widths", lambda model, flag: asked.append((model, flag)))

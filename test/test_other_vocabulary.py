@@ -39,7 +39,7 @@ def run_with(folder, name: str, teacher=None):
     tokenizer = load_tokenizer(str(folder / "demo/model"))
     setup = SimpleNamespace(folder=str(folder / "demo/model"), tokenizer=tokenizer, trust_remote_code=False)
     flags, place = SimpleNamespace(ref_model=str(folder / name), teacher=teacher), (str(folder / name), None)
-    return SimpleNamespace(flags=flags, setup=setup, reference=place)
+    return SimpleNamespace(flags=flags, setup=setup, references=[place])
 
 
 @pytest.mark.parametrize("name", ["same", "swapped", "bare", "wide"])

@@ -258,3 +258,7 @@ def test_hyphens_are_no_other_name_and_home_is_found_without_a_shell(monkeypatch
     args = parse_arguments(COMMANDS["train_sft"], "train_sft", words)
     assert (args.model.pretrain, args.output.output_dir) == (f"{tmp_path}/model", f"{tmp_path}/run")
     assert (args.data.input_template, args.checkpoint.load_checkpoint) == ("~/{}", "a~/b")
+    words = ["--pretrain=x", "--teacher=a=~/a,b=~/b", "--teacher_key=k", "--sync_folder=~/weights"]
+    args = parse_arguments(COMMANDS["train_ppo"], "train_ppo", words)
+    assert args.kl.teacher == f"a={tmp_path}/a,b={tmp_path}/b"
+    assert args.rollout.sync_folder == f"{tmp_path}/weights"

@@ -152,22 +152,29 @@ def test_an_optimizer_step_larger_than_a_rollout_is_one_line(tmp_path, prompts, 
 
 
 @pytest.mark.parametrize(
-    ("step", "prompts", "evaluates", "frozen", "said"),
+    ("step", "prompts", "evaluates", "recorded", "said"),
     [
         (0, 9, False, None, "step 1: generating 32 responses to 8 prompts"),
         (0, 1, True, None, "step 1: evaluating, then generating 4 responses to 1 prompt"),
-        (3, 9, True, None, ""),  # resumed: its rollout may be there
-        (0, 9, False, [], ""),  # --rollouts_from
+        (3, 20, True, None, "step 4: rollout 2, from prompt 17 of 20 on: generating 16 responses to 4 prompts"),
+        (3, 20, True, {2: []}, ""),  # resumed, and generated before
+        (9, 20, True, None, ""),  # nothing is left to do
+        (0, 9, False, [], "step 1: generating 32 responses to 8 prompts"),
     ],
 )
-def test_the_time_before_the_first_step_is_told(step, prompts, evaluates, frozen, said):
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_the_time_before_the_first_step_is_told(step, prompts, evaluates, recorded, said, is_ahead):
     printed: list[str] = []
+    order = SimpleNamespace(prompts=range(prompts), next_index=16 if step else 0)
     run = SimpleNamespace(
         progress=SimpleNamespace(step=step),
-        frozen=frozen,
+        total_steps=9,
+        order=order,
         args=SimpleNamespace(rollout=SimpleNamespace(rollout_batch_size=8, n_samples_per_prompt=4)),
-        samples=range(prompts),
-        ppo=SimpleNamespace(evaluation=object()),
+        roles=SimpleNamespace(ahead=SimpleNamespace(resumed=recorded) if is_ahead else None),
+        ppo=SimpleNamespace(
+            evaluation=object(), recorded=None if is_ahead else recorded, state=SimpleNamespace(rollout=2)
+        ),
         setup=SimpleNamespace(strategy=SimpleNamespace(print=printed.append)),
     )
     note_first_rollout(run, evaluates)

@@ -11,7 +11,10 @@ from trainer.flags.rules import COMMANDS
 
 IMAGES = {"has_images": True}
 SERVER = {"rollout_engine": "vllm_server", "engine_urls": "http://a,http://b"}
+DRAFTS = {"rollout_engine": "vllm", "speculative_tokens": 4}
+SGLANG = {**SERVER, "rollout_engine": "sglang"}
 DISTILL = {"teacher": "t", "advantage_estimator": "distill", "ref_model": "t", "init_kl_coef": 1.0}
+ROUTED = {**DISTILL, "teacher": "math=t,code=u", "teacher_key": "domain", "ref_model": "t,u"}
 DISTANCE = {**DISTILL, "kd_loss": "kl"}
 GROUP = {"advantage_estimator": "group_norm", "n_samples_per_prompt": 2}
 JUDGED = {"reward_func": "judge", "judge_url": "http://a/v1", "judge_model": "m", "dataset": "d"}
@@ -20,14 +23,15 @@ JUDGED = {"reward_func": "judge", "judge_url": "http://a/v1", "judge_model": "m"
 PPO_CASES = [
     ("--preset grpo with --teacher", {**DISTILL, "preset": "grpo"}),
     ("--preset opd without --teacher", {"preset": "opd"}),
-    (
-        "--teacher math=t,code=u for some of the rows",
-        {**DISTILL, "teacher": "math=t,code=u", "ref_model": "math=t,code=u"},
-    ),
-    ("--teacher t,u with reinforcement learning", {**DISTILL, "teacher": "t,u", "ref_model": "t,u"}),
+    ("--teacher math=t,code=u without --teacher_key", {**DISTILL, "teacher": "math=t,code=u"}),
+    ("--teacher_key domain without --teacher", {"teacher_key": "domain"}),
+    ("--teacher_weights 0.5 0.5 with --teacher_key", {**ROUTED, "teacher_weights": [0.5, 0.5]}),
+    ("--teacher_weights 1.0 with --teacher t,u", {**DISTILL, "teacher": "t,u", "teacher_weights": [1.0]}),
+    ("--teacher_weights 1.0 2.0 with reinforcement", {**DISTILL, "teacher": "t,u", "teacher_weights": [1.0, 2.0]}),
+    ("--teacher_weights 1.5 -0.5 with reinforcement", {**DISTILL, "teacher": "t,u", "teacher_weights": [1.5, -0.5]}),
     ("--teacher t with --init_kl_coef 0", {**DISTILL, "init_kl_coef": 0.0}),
     ("--advantage_estimator distill without --teacher", {"advantage_estimator": "distill"}),
-    ("--ref_model r with --teacher", {**DISTILL, "ref_model": "r"}),
+    ("--ref_model math=t,code=u with --teacher", {**ROUTED, "ref_model": "math=t,code=u"}),
     ("--kl_estimator k3 with --teacher", {**DISTILL, "kl_estimator": "k3"}),
     ("--use_kl_loss with --teacher", {**DISTILL, "use_kl_loss": True}),
     ("--dynamic_filtering with --advantage_estimator distill", {**DISTILL, "dynamic_filtering": True}),
@@ -127,6 +131,7 @@ PPO_CASES = [
     ("--env e.py with rows that have images", IMAGES | {"env": "e.py"}),
     ("--max_staleness 1 with rows that have images", IMAGES | {"max_staleness": 1}),
     ("--routing_replay with rows that have images", IMAGES | {"routing_replay": True}),
+    ("--speculative_tokens 4 with rows that have images", IMAGES | DRAFTS),
     ("--share_prompts with rows that have images", IMAGES | {"share_prompts": True}),
     ("--dataset d with --advantage_estimator gae", IMAGES | {"dataset": "d"}),
 ]
@@ -146,7 +151,14 @@ ROLLOUT_CASES = [
     ("--engine_urls http://a with --rollout_engine hf", {"engine_urls": "http://a"}),
     ("--engine_api_key k without --engine_urls", {"engine_api_key": "k"}),
     ("--sync_deltas without --engine_urls", {"sync_deltas": True}),
+    ("--sync_deltas with --rollout_engine sglang", {**SGLANG, "sync_deltas": True}),
+    ("--sync_folder f with --rollout_engine vllm_server", {**SERVER, "sync_folder": "f"}),
+    ("--speculative_tokens 4 with --rollout_engine hf", {"speculative_tokens": 4}),
+    ("--speculative_tokens 4 for an engine on several ranks", {**DRAFTS, "engine_tensor_parallel_size": 2}),
+    ("--speculative_tokens 4 with --min_p", {**DRAFTS, "min_p": 0.1, "top_k": 5}),
     ("--rollout_engine vllm_server without --engine_urls", {"rollout_engine": "vllm_server"}),
+    ("--min_p 0.1 with --rollout_engine sglang", {**SGLANG, "min_p": 0.1, "top_k": 5}),
+    ("--max_logprob_diff inf with --rollout_engine sglang", {**SGLANG, "max_logprob_diff": float("inf")}),
     ("--min_p 0.1 with --rollout_engine vllm and without --top_k", {"rollout_engine": "vllm", "min_p": 0.1}),
     ("--temperature 0.001 with --rollout_engine vllm", {"rollout_engine": "vllm", "temperature": 0.001}),
     ("--engine_tensor_parallel_size 2 for 3 ranks", {"engine_tensor_parallel_size": 2, "num_ranks": 3}),
@@ -180,10 +192,13 @@ ROLLOUT_CASES = [
     ("--routing_replay with --compile", {"routing_replay": True, "compile": True}),
     ("--reward_pretrain rm with --reward_func", {"reward_func": "math", "reward_pretrain": "rm"}),
     ("--remote_rm_url http://x with --reward_func", {"reward_func": "math", "remote_rm_url": "http://x"}),
-    ("--env e.py with --reward_func", {"reward_func": "math", "env": "e.py"}),
     ("--remote_rm_url http://x with --reward_pretrain", {"reward_pretrain": "rm", "remote_rm_url": "http://x"}),
     ("--env e.py with --reward_pretrain", {"reward_pretrain": "rm", "env": "e.py"}),
     ("--env e.py with --remote_rm_url", {"remote_rm_url": "http://x", "env": "e.py"}),
+    (
+        "--reward_func own.py with --env e.py and --max_staleness 1",
+        {"reward_func": "own.py", "env": "e.py", "max_staleness": 1},
+    ),
     ("--reward_func math without --label_key", {"reward_func": "math", "needs_labels": True}),
     ("--judge_range 0.0 5.0 with --judge_mode pairs", {**JUDGED, "judge_mode": "pairs", "judge_range": [0.0, 5.0]}),
     ("--judge_mode group with --n_samples_per_prompt 1", {**JUDGED, "judge_mode": "group", "n_samples_per_prompt": 1}),
@@ -200,6 +215,7 @@ ROLLOUT_CASES = [
         "--reward_timeout 5.0 with --reward_func judge",
         {"reward_func": "judge", "judge_url": "http://a", "judge_model": "m", "reward_timeout": 5.0},
     ),
+    ("--reward_timeout 5.0 with --reward_func math,format", {"reward_func": "math,format", "reward_timeout": 5.0}),
     ("--reward_timeout 5.0 without --reward_func", {"reward_timeout": 5.0}),
     ("--remote_rm_retries 1 without --remote_rm_url", {"remote_rm_retries": 1}),
     ("--env_timeout 5.0 without --env", {"env_timeout": 5.0}),
@@ -216,6 +232,8 @@ ALLOWED = [
     {**GROUP, "policy_loss": "sapo", "sapo_temperatures": [1.0, 2.0], "advantage_batch_std": True},
     {"policy_loss": "of_a_user", "eps_clip": 0.3},
     {**DISTILL, "offload_ref": True},
+    {**ROUTED, "offload_ref": True},
+    {**DISTILL, "teacher": "t,u", "ref_model": "t,u", "teacher_weights": [0.3, 0.7]},
     {"tis_cap": 1.0, "tis_mask": True, "tis_mask_range": [0.0, 5.0], "rejected_tokens": "leave", "tis_floor": 0.5},
     {**GROUP, **STALE, "partial_rollouts": True, **SERVER, "num_ranks": 2},
     {**GROUP, "max_staleness": 1, "bypass_mode": True, "off_policy_mask_threshold": 0.1},

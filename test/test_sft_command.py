@@ -31,7 +31,7 @@ def runs(tmp_path_factory):
     data = ["--pretrain", f"{folder}/demo/model", "--dataset", f"{folder}/demo/sft.jsonl", "--apply_chat_template"]
     data += ["--eval_dataset", f"{folder}/demo/sft_eval.jsonl", "--max_len", "128", "--max_steps", "60"]
     data += ["--learning_rate", "2e-3", "--lr_scheduler", "constant"]
-    data += ["--train_batch_size", "32", "--micro_train_batch_size", "16"]
+    data += ["--train_batch_size", "16", "--micro_train_batch_size", "8"]
     lines = [[*data, *flags, "--output_dir", f"{folder}/{name}"] for name, flags in RUNS.items()]
     auto = ["--layout", "auto", "--max_steps", "3", "--no_save", "--output_dir"]
     lines.append([*data, "--param_dtype", "fp32", *auto, f"{folder}/auto"])
@@ -83,7 +83,7 @@ def test_print_model_tells_once_what_the_model_is(runs):
 
 def test_processes_that_tokenize_change_no_batch(runs, tmp_path):
     flags = ["--dataset", f"{runs}/demo/sft.jsonl", "--pretrain", f"{runs}/demo/model", "--apply_chat_template"]
-    flags += ["--max_len", "128", "--train_batch_size", "32", "--micro_train_batch_size", "16", "--param_dtype", "fp32"]
+    flags += ["--max_len", "128", "--train_batch_size", "16", "--micro_train_batch_size", "8", "--param_dtype", "fp32"]
     flags += ["--max_steps", "2", "--no_save", "--dataset_num_proc", "2", "--output_dir", str(tmp_path / "run")]
     code, output = forked(2, "-m", "trainer.cli.train_sft", *flags, cache=str(tmp_path / "cache"))
     assert code == 0, output[-4000:]
@@ -142,7 +142,7 @@ def test_start_shows_the_ledger_and_a_sample_with_its_loss_tokens_marked(runs):
 
 def test_config_yaml_repeats_the_run(runs, tmp_path):
     config = yaml.safe_load((runs / "fsdp2" / "config.yaml").read_text())
-    assert config["backend"] == "fsdp2" and config["train_batch_size"] == 32
+    assert config["backend"] == "fsdp2" and config["train_batch_size"] == 16
     repeat = [
         "--config",
         f"{runs}/fsdp2/config.yaml",

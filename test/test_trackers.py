@@ -17,8 +17,8 @@ from trainer.distributed.mesh_sizes import MeshSizes
 from trainer.errors import UserError
 from trainer.flags.common_flags import OutputArguments
 from trainer.metrics import MetricsLog
-from trainer.mirrors import shared_name
-from trainer.runs.output_folders import check_trackers
+from trainer.mirrors import Mirrors, shared_name
+from trainer.runs.flag_checks import check_trackers
 from trainer.runs.outputs import start_metrics
 from trainer.training.checkpointing import Progress
 
@@ -152,7 +152,8 @@ def test_a_checkpoint_from_elsewhere_names_no_run_of_a_tracker(in_its_folder, tr
     progress = Progress(step=2, swanlab_run_id="x" * 21)
     checkpoints = SimpleNamespace(progress=progress, kept_rows=[], changes=[], metrics=None)
     strategy = SimpleNamespace(is_rank_0=lambda: True, sizes=MeshSizes(1, 1, 1, 1), device=torch.device("cpu"))
-    start_metrics(strategy, {}, OutputArguments(report_to="swanlab"), str(tmp_path), checkpoints).close()
+    args = SimpleNamespace(output=OutputArguments(report_to="swanlab"))
+    start_metrics(strategy, args, str(tmp_path), checkpoints).close()
     assert (calls[0][1]["id"] == "x" * 21) == in_its_folder and progress.swanlab_run_id == calls[0][1]["id"]
 
 
@@ -214,3 +215,12 @@ def test_a_key_of_wandb_is_looked_for_before_data_is_read(monkeypatch, mode, has
     monkeypatch.delenv("RANK")
     wandb.login = lambda relogin=None, verify=True: pytest.fail("an older version would ask a person")
     check_trackers(train_sft.parse(line)[0].output)
+
+
+@pytest.mark.parametrize("is_disabled", [True, False])
+def test_a_disabled_wandb_says_so(monkeypatch, tmp_path, capsys, is_disabled):
+    wandb = ModuleType("wandb")
+    wandb.init = lambda **options: SimpleNamespace(id="a", disabled=is_disabled)  # what the package returns has both
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    Mirrors(str(tmp_path), ["wandb"], "mine")
+    assert ("WANDB_MODE=disabled, so nothing is logged there" in capsys.readouterr().out) == is_disabled

@@ -14,7 +14,7 @@ from launch import read_steps, train_many, train_many_with_trl
 from safetensors.torch import load_file
 from test_parity_ppo import EACH, PROMPTS, write_rollouts
 
-STEPS = 5
+STEPS = 4
 GROUP_MEAN = ["--advantage_estimator", "dr_grpo"]  # less the mean of its group, and no division: `scale_rewards="none"`
 CLIP, THEIR_CLIP = ["--eps_clip", "0.02", "--eps_clip_high", "0.03"], {"epsilon": 0.02, "epsilon_high": 0.03}
 KL = ["--use_kl_loss", "--kl_estimator", "k3", "--init_kl_coef", "0.1"]
@@ -114,11 +114,11 @@ def test_losses_gradients_and_weights_are_those_of_trl(runs, name):
         worst_difference(runs / name / "ours/weights_final.safetensors", runs / name / "trl/weights.safetensors")
         <= 1e-4
     )
-    assert [row["ratio_deviation"] > 0 for row in rows] == [False, True, False, True, False]
+    assert [row["ratio_deviation"] > 0 for row in rows] == [False, True, False, True]
     assert rows[1]["clip_fraction"] > 0.02, "a run that clips nothing compares half of the loss"
 
 
 def test_the_weight_of_the_entropy_follows_its_target(runs):
     """It is 0 after a step of large entropy, and before the first one."""
     rows = read_steps(runs / "adaptive-entropy/ours")
-    assert [row["entropy_coef"] for row in rows] == pytest.approx([0, 0, 0.011, 0, 0.011])
+    assert [row["entropy_coef"] for row in rows] == pytest.approx([0, 0, 0.011, 0])

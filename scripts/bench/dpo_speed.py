@@ -73,7 +73,7 @@ def main() -> None:
         found = measure(
             names,
             lambda name, steps: command(name, model, pairs, steps, run),
-            args.rounds,
+            args,
             (SHORT, LONG),
             PAIRS,
             "pairs",

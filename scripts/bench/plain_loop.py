@@ -70,6 +70,8 @@ def main(num_steps: int, micro_size: int, argv: list[str]) -> None:
             row = {"step": step + 1, "loss": total.item(), "tokens": sum(len(s["input_ids"]) for s in batch)}
             row |= {"step_time": time.perf_counter() - started, "peak_memory_bytes": host_peak_memory_bytes()}
             log.write(json.dumps(row) + "\n")
+    if not args.no_save:
+        model.save_pretrained(f"{args.output_dir}/model")
 
 
 if __name__ == "__main__":

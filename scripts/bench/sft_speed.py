@@ -2,6 +2,10 @@
 
     python scripts/bench/sft_speed.py --data ../shared/data [--jobs fixed lengths] [--rounds 5]
         [--update docs/benchmarks.md]
+    python scripts/bench/sft_speed.py --data ../shared/data --jobs real --pretrain my_smollm2 --max_ranks 1 --steps 6
+
+The job "real" trains the model of --pretrain. Every contender saves it at the end, so the seconds outside the steps
+count imports, loading and saving. The other jobs train a small random model and save nothing.
 
 Every round runs every contender once, in its own process, one after the other. A figure is the median over the rounds
 of the median step. tokens/s counts the tokens of samples, without padding. Ratios compare runs of the same round.
@@ -11,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shlex
 import shutil
 import statistics
@@ -30,8 +35,10 @@ BACKENDS = {"FSDP2": ["--backend", "fsdp2"], "DeepSpeed": ["--backend", "deepspe
 TITLES = {
     "fixed": "256 tokens per sample, batches of 8 in one forward pass",
     "lengths": "GSM8K, real lengths, batches of 64; padded: 16 samples per forward pass, packed: as many tokens",
+    "real": "GSM8K, real lengths, batches of 8; padded: 4 samples per forward pass, packed: as many tokens",
 }
 WARM_UP = 3  # first steps, which no figure counts
+WARM_UP_REAL = 1  # a step takes 10 s there
 
 
 def make_model(folder: Path, tokenizer_folder: Path) -> None:
@@ -57,16 +64,18 @@ def make_long_rows(source: Path, target: Path, per_row: int = 4) -> None:
 
 def contenders(job: str, steps: int, folder: Path, data: Path, max_ranks: int) -> dict[str, list[str]]:
     """The command of each contender, without its --output_dir."""
-    flags = ["--pretrain", str(folder / "model"), "--param_dtype", "fp32", "--no_save", "--learning_rate", "1e-4"]
+    flags = ["--pretrain", str(folder / "model"), "--param_dtype", "fp32", "--learning_rate", "1e-4"]
     flags += ["--logging_steps", "1000", "--no_shuffle", "--weight_decay", "0.1"]
+    flags += [] if job == "real" else ["--no_save"]
     if job == "fixed":
         flags += ["--dataset", str(folder / "long.jsonl"), "--pretrain_mode", "--input_key", "text"]
         flags += ["--max_len", "256", "--train_batch_size", "8"]
         micro, packed = 8, []
     else:
         flags += ["--dataset", str(data / "gsm8k/train.jsonl"), "--input_key", "question", "--output_key", "answer"]
-        flags += ["--max_len", "1024", "--train_batch_size", "64"]
-        micro, packed = 16, ["--packing_samples", "--max_tokens_per_micro_batch", "8192"]
+        size, micro, tokens = (8, 4, 1024) if job == "real" else (64, 16, 8192)
+        flags += ["--max_len", "1024", "--train_batch_size", str(size)]
+        packed = ["--packing_samples", "--max_tokens_per_micro_batch", str(tokens)]
     ours = [*flags, "--max_steps", str(steps), "--micro_train_batch_size", str(micro), *packed]
     own = {
         f"train_sft {name}": [sys.executable, "-m", "trainer.cli.train_sft", *ours, *b] for name, b in BACKENDS.items()
@@ -75,7 +84,7 @@ def contenders(job: str, steps: int, folder: Path, data: Path, max_ranks: int) -
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "trainer.cli.train_sft"]
     two = {f"train_sft {name}, 2 ranks": [sys.executable, *torchrun, *ours, *b] for name, b in BACKENDS.items()}
     others = {"plain loop": "plain_loop.py"}
-    if job == "fixed":  # at real lengths TRL pads like the plain loop, because flash-attn is missing
+    if job != "lengths":  # at real lengths TRL pads like the plain loop, because flash-attn is missing
         others["TRL SFTTrainer"] = "trl_loop.py"
     by_hand = {n: [sys.executable, str(HERE / script), str(steps), str(micro), *flags] for n, script in others.items()}
     if job == "fixed":  # there is one shape, which is compiled in the first step; no figure counts it
@@ -89,16 +98,22 @@ def environment(threads: int, **env: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **env}
 
 
-def timed(command: list[str], threads: int, **env: str) -> float:
+def processor_seconds() -> float:
+    """Seconds that the processor has worked for the children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def timed(command: list[str], threads: int, clock=time.perf_counter, **env: str) -> float:
     """Seconds of a whole process with this number of threads. If it fails, the script ends with its output."""
-    started = time.perf_counter()
+    started = clock()
     done = subprocess.run(command, env=environment(threads, **env), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return time.perf_counter() - started
+    return clock() - started
 
 
-def run(command: list[str], two_ranks: bool, folder: Path) -> dict[str, float]:
+def run(command: list[str], two_ranks: bool, folder: Path, warm_up: int = WARM_UP) -> dict[str, float]:
     """Figures of one process: median tokens/s of a step, spread of the step time, seconds outside the steps, memory."""
     shutil.rmtree(folder, ignore_errors=True)
     threads = max(1, (os.cpu_count() or 1) // (2 if two_ranks else 1))
@@ -106,8 +121,8 @@ def run(command: list[str], two_ranks: bool, folder: Path) -> dict[str, float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "step_time" in row]
     # train_sft writes the speed itself; its "tokens" counts only tokens with a loss
-    speeds = [row.get("tokens_per_second") or row["tokens"] / row["step_time"] for row in rows[WARM_UP:]]
-    tenths = statistics.quantiles([row["step_time"] for row in rows[WARM_UP:]], n=10, method="inclusive")
+    speeds = [row.get("tokens_per_second") or row["tokens"] / row["step_time"] for row in rows[warm_up:]]
+    tenths = statistics.quantiles([row["step_time"] for row in rows[warm_up:]], n=10, method="inclusive")
     return {
         "tokens_per_second": statistics.median(speeds),
         "step_time_p90_over_p10": tenths[-1] / tenths[0],
@@ -116,17 +131,21 @@ def run(command: list[str], two_ranks: bool, folder: Path) -> dict[str, float]:
     }
 
 
-def measure(job: str, rounds: int, steps: int, data: Path, max_ranks: int) -> dict[str, list[dict]]:
+def measure(job: str, rounds: int, steps: int, data: Path, max_ranks: int, pretrain: Path) -> dict[str, list[dict]]:
     """The figures of every round by contender."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder / "model", data / "models/stories260K-hf")
+        if job == "real":
+            (folder / "model").symlink_to(pretrain.resolve())
+        else:
+            make_model(folder / "model", data / "models/stories260K-hf")
         make_long_rows(data / "gsm8k/train.jsonl", folder / "long.jsonl")
         commands = contenders(job, steps, folder, data, max_ranks)
         found: dict[str, list[dict]] = {name: [] for name in commands}
+        warm_up = WARM_UP_REAL if job == "real" else WARM_UP
         for number in range(rounds):
             for name, command in commands.items():
-                found[name].append(run(command, "2 ranks" in name, folder / "run"))
+                found[name].append(run(command, "2 ranks" in name, folder / "run", warm_up))
                 print(
                     f"{job} round {number + 1}: {name}: {found[name][-1]['tokens_per_second']:.0f} tokens/s", flush=True
                 )
@@ -204,25 +223,31 @@ def update(path: Path, name: str, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k/ and models/stories260K-hf/")
-    parser.add_argument("--jobs", nargs="+", choices=TITLES, default=list(TITLES))
+    parser.add_argument("--jobs", nargs="+", choices=TITLES, default=["fixed", "lengths"])
+    parser.add_argument("--pretrain", type=Path, help="the model of the job real; the others make one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--max_ranks", type=int, choices=[1, 2], default=2)
     parser.add_argument("--json", type=Path, default=Path("sft_speed.json"))
     parser.add_argument("--update", type=Path, help="Markdown file to write the tables into, with a picture next to it")
     args = parser.parse_args()
-    results = {job: measure(job, args.rounds, args.steps, args.data.resolve(), args.max_ranks) for job in args.jobs}
+    if (args.jobs == ["real"]) != bool(args.pretrain):
+        parser.error("--jobs real stands alone and needs --pretrain, which no other job takes")
+    results = {
+        job: measure(job, args.rounds, args.steps, args.data.resolve(), args.max_ranks, args.pretrain)
+        for job in args.jobs
+    }
     args.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=1))
-    lines = [
-        "## SFT speed",
-        "",
-        f"`{command_line()}`, {args.rounds} rounds: {machine()}. A random Qwen3 of",
-    ]
-    lines += ["5 million parameters, fp32. A ratio compares runs of the same round; the table shows medians.", ""]
+    model = args.pretrain.name if args.pretrain else "A random Qwen3 of 5 million parameters"
+    lines = ["## SFT speed" if not args.pretrain else f"### {model}", ""]
+    lines += [f"`{command_line()}`, {args.rounds} rounds: {machine()}.", f"{model}, fp32. A ratio compares runs of the"]
+    lines += ["same round; the table shows medians.", ""]
     for job, found in results.items():
         lines += [f"**{TITLES[job]}**", "", *table(found), ""]
     print("\n".join(lines))
-    if args.update:
+    if args.update and args.pretrain:
+        update(args.update, "sft_speed_real", "\n".join(lines))
+    elif args.update:
         picture = args.update.parent / "sft_speed.png"
         plot(results, picture)
         update(args.update, "sft_speed", "\n".join([*lines, f"![SFT speed]({picture.name})", ""]))

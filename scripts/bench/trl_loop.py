@@ -86,13 +86,16 @@ def main(num_steps: int, micro_size: int, argv: list[str]) -> None:
         **FASTEST_ON_CPU | hardware,
     )
     model = AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)
-    SFTTrainer(
+    trl = SFTTrainer(
         model=model,
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[times],
-    ).train()
+    )
+    trl.train()
+    if not args.no_save:
+        trl.save_model(f"{args.output_dir}/model")
     with open(f"{args.output_dir}/metrics.jsonl", "w") as log:
         log.writelines(json.dumps(row) + "\n" for row in times.rows)
 

@@ -2,7 +2,7 @@
 
 FILE is a JSON list of {"id", "folder", "env", "line" or "code", "name"}. A line is a command of trainer.cli and its flags,
 run by trainer.compare.runs.many_runs. Rank 0 appends {"error", "seconds", "ends"} of each to FILE.results; a marker line precedes its
-output. An error that is no UserError ends the process, since other ranks may wait for this one.
+output. An error ends the launch of several ranks, since others may wait for this one.
 """
 
 import json
@@ -48,6 +48,9 @@ def main(argv: list[str]) -> None:
             run_entry(entry, Path(f"{file}.rank{rank}"))
         except UserError as reason:
             error = f"error: {reason}"
+            if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                tell(error, ends=True)
+                raise
         except BaseException:
             traceback.print_exc()
             tell(traceback.format_exc(limit=-1), ends=True)

@@ -238,7 +238,16 @@ def test_notes_and_shares_of_groups():
         assert told([-1, 1], 2, **quiet)[0] == {}, "equal scores and pass@1 need no range here"
     assert told([-1, 1], 2, filtering=(-0.5, 0.5), reward_range=(-1, 1))[0] == {}
     assert "which --positive_nll_coef take" in told([-1, 1], 2, nll=0.1)[0]["range"]
-    assert "eval_pass_at_1" in told([0, 1.5], 2, evaluates=True)[0]["range"]
+    assert "eval_pass_at_1, groups_all_right take" in told([0, 1.5], 2, evaluates=True)[0]["range"]
+    assert "which groups_all_right take" in told([1, 10], 2)[0]["range"]
+    graded = (
+        "warning: the best of 2 scores is 0.5, but eval_pass_at_1 take 1 for right: give --reward_range WRONG RIGHT"
+    )
+    assert told([0, 0.5], 2, evaluates=True)[0] == {"range": graded} and told([0, 0.5], 2)[0] == {}
+    assert (
+        "eval_pass_at_1" in told([-1, 0], 2, evaluates=True)[0]["range"] and told([-1, 1], 2, evaluates=True)[0] == {}
+    )
+    assert told([0, 0.5], 2, evaluates=True, reward_range=(0, 0.5))[0] == {}
     assert told([0.0, 2.5], 1, reward_range=(0.0, 2.5)) == ({}, {"groups_all_right": 0.5, "groups_all_wrong": 0.5})
     equal, facts = told([0.0, 0.0, 0.5, 0.5], 2)
     assert list(equal) == ["equal"] and "all responses to each prompt have the same score" in equal["equal"]
