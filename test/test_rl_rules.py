@@ -186,7 +186,6 @@ ROLLOUT_CASES = [
     ("--eval_top_p 0.9 without --eval_temperature", {**EVALUATED, "eval_top_p": 0.9}),
     ("--eval_temperature 0.001 with --rollout_engine vllm_server", {**EVALUATED, **SERVER, "eval_temperature": 0.001}),
     ("--routing_replay with --rollout_engine vllm", {"routing_replay": True, "rollout_engine": "vllm"}),
-    ("--routing_replay with --env", {"routing_replay": True, "env": "e.py"}),
     ("--routing_replay with --aux_loss_coef", {"routing_replay": True, "aux_loss_coef": 0.1}),
     ("--routing_replay with --sequence_parallel", {"routing_replay": True, "sequence_parallel": True}),
     ("--routing_replay with --compile", {"routing_replay": True, "compile": True}),

@@ -5,14 +5,17 @@ Parity of replayed experts with the plain loop on every kind of layout is in tes
 
 import json
 import sys
+from itertools import pairwise
 
 import pytest
+import test_ppo_env
 import torch
 from launch import ROOT, read_steps, train_many
 from transformers import AutoModelForCausalLM
 
 from scripts.zoo_models import tiny_config
 from trainer.cli.train_ppo import parse
+from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
 from trainer.models.layers.routing_replay import Routers
 from trainer.rollout.rollouts_file import read_rollouts
@@ -29,6 +32,16 @@ RUNS = {
     "bf16-replay": [*REPLAY, "--param_dtype", "bf16"],
     "again": [*REPLAY, "--rollouts_from", "{folder}/fp32-replay/rollouts.jsonl"],
     "ahead": [*REPLAY, "--max_staleness", "1", "--tis_cap", "2"],
+}
+
+
+# episodes whose third turn reads a new history; some environments fail in `reset` or in a turn
+ALSO_LOST = ["--env", "{folder}/lossy.py", "--max_failed_share", "0.9"]
+EPISODES = {
+    "plain": [],
+    "replay": REPLAY,
+    "lost": [*REPLAY, *ALSO_LOST],
+    "frozen": [*REPLAY, "--rollouts_from", "{folder}/lost/rollouts.jsonl", "--packing_samples"],
 }
 
 
@@ -63,6 +76,56 @@ def test_the_recorded_experts_are_those_of_a_plain_forward_pass(runs):
         expected = torch.stack([layer.topk(model.config.num_experts_per_tok).indices for layer in scores], 1)
         assert torch.equal(sample.experts.long(), expected)
     assert len({len(sample.response_ids) for sample in samples}) > 1, "rows that ended early"
+
+
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("episodes")
+    make_demo(str(folder / "demo"))
+    make_model(folder / "demo/model", folder / "demo/model")
+    (folder / "talker.py").write_text(test_ppo_env.TALKER)
+    (folder / "lossy.py").write_text(test_ppo_env.LOSSY)
+    lines = []
+    for name, more in EPISODES.items():
+        line = test_ppo_env.flags(folder, name, *test_ppo_env.GROUP, "--max_steps", "2")
+        line += [flag.format(folder=folder) for flag in more]
+        if name == "frozen":
+            at = line.index("--env")
+            del line[at : at + 2]
+        lines.append(["train_ppo", *line])
+    train_many(2, lines, folder, timeout=400)
+    return folder
+
+
+def test_an_episode_has_the_experts_with_which_each_token_was_first_read(episodes):
+    model = AutoModelForCausalLM.from_pretrained(episodes / "demo/model", dtype=torch.float32)
+    samples = read_rollouts(str(episodes / "replay/rollouts.jsonl"))[0]
+    assert sum(len(sample.starts) for sample in samples) > 4
+    for sample in samples:
+        first, expected = len(sample.prompt_ids), []
+        ids = sample.prompt_ids + sample.response_ids[: sample.turns[-1][1]]
+        bounds = [0, *(first + start for start in sample.starts), len(ids)]
+        for start, end in pairwise(bounds):
+            with torch.no_grad():
+                scores = model(torch.tensor([ids[start : end - 1]]), output_router_logits=True).router_logits
+            expected.append(torch.stack([layer.topk(model.config.num_experts_per_tok).indices for layer in scores], 1))
+            expected.append(torch.full_like(expected[-1][:1], -1))  # the engine never reads the last token of a history
+        assert torch.equal(sample.experts.long(), torch.cat(expected[:-1]))
+
+
+def test_replay_changes_no_bit_of_episodes_and_lost_ones_have_no_experts(episodes):
+    for name, other in (("plain", "replay"), ("lost", "frozen")):
+        steps, others = read_steps(episodes / name), read_steps(episodes / other)
+        assert len(steps) == len(others) == 2
+        for row, replayed in zip(steps, others):
+            if name == "plain":
+                keys = ("loss", "grad_norm", "rollout_logprob_diff", "batch_hash", "ratio_deviation")
+                assert [row[key] for key in keys] == [replayed[key] for key in keys]
+            assert replayed["loss"] == pytest.approx(row["loss"], abs=1e-6)
+            assert replayed["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-5)
+    lost = [sample for each in read_rollouts(str(episodes / "lost/rollouts.jsonl")) for sample in each]
+    assert any(sample.experts is None for sample in lost) and any(sample.experts is not None for sample in lost)
+    assert all(sample.failed for sample in lost if sample.experts is None)
 
 
 def test_in_bf16_the_log_probs_of_engine_and_training_are_closer(runs):

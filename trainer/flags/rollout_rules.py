@@ -149,8 +149,6 @@ EVAL_RULES = (
 REPLAY_RULES = (
     Rule("routing_replay", lambda f: f.rollout_engine != "hf", "with --rollout_engine {rollout_engine}",
          "only the hf engine records experts", "Take --rollout_engine hf, or remove the flag."),
-    Rule("routing_replay", lambda f: f.env, "with --env",
-         "the experts of an environment's tokens would come from another turn", ONE),
     Rule("routing_replay", lambda f: f.aux_loss_coef, "with --aux_loss_coef",
          "this loss counts the experts that the router prefers, not the replayed ones", ONE),
     Rule("routing_replay", lambda f: f.sequence_parallel, "with --sequence_parallel",

@@ -57,8 +57,8 @@ def collate_samples(
         predicting = first + torch.tensor(document["loss_mask"]).nonzero().squeeze(1) - 1
         extra["response_index"][row, predicting] = torch.arange(offset, offset + len(predicting))
         weights[row, predicting] = document["loss_weight"]
-    if samples and samples[0].get("experts") is not None:
-        extra["experts"] = _experts(samples, batch["input_ids"].shape, places)
+    if any(sample.get("experts") is not None for sample in samples):
+        extra["experts"] = _experts(documents, batch["input_ids"].shape, places)
     lengths = torch.tensor([sample["response_length"] for sample in samples], dtype=torch.float64)
     numbers = torch.tensor([sample["number"] for sample in samples], dtype=torch.int64)
     has_loss = torch.tensor([sample["loss_weight"] > 0 for sample in samples], dtype=torch.bool)
@@ -70,8 +70,14 @@ def _histories(number: int, sample: dict) -> list[dict]:
     """The sample number `number` of a micro-batch, cut where its histories begin. `is_newest` is the last part."""
     parts, offset = [], sample["offset"]
     for start, end in itertools.pairwise([0, *sample.get("starts", ()), len(sample["input_ids"])]):
-        mask = sample["loss_mask"][start:end]
-        own = {"input_ids": sample["input_ids"][start:end], "loss_mask": mask, "offset": offset, "sequence": number}
+        mask, experts = sample["loss_mask"][start:end], sample.get("experts")
+        own = {
+            "experts": None if experts is None else experts[start:end],
+            "input_ids": sample["input_ids"][start:end],
+            "loss_mask": mask,
+            "offset": offset,
+            "sequence": number,
+        }
         prompt_length = mask.index(1) if 1 in mask else len(mask)
         parts.append({**sample, **own, "prompt_length": prompt_length, "is_newest": end == len(sample["input_ids"])})
         offset += sum(mask)
@@ -84,11 +90,14 @@ def _places(documents: list[dict], packed: bool) -> list[tuple[int, int, int]]:
     return [(0, starts[number], 0) if packed else (number, 0, 0) for number in range(len(documents))]
 
 
-def _experts(samples: list[dict], shape: torch.Size, places: list[tuple]) -> torch.Tensor:
-    """The experts of samples, where their tokens are in a micro-batch of (rows, tokens). See `collate_samples`."""
-    experts = torch.zeros(*shape, *samples[0]["experts"].shape[1:], dtype=torch.int16)
-    for sample, (row, first, _) in zip(samples, places):
-        experts[row, first : first + len(sample["experts"])] = sample["experts"] + 1
+def _experts(documents: list[dict], shape: torch.Size, places: list[tuple]) -> torch.Tensor:
+    """The experts of documents, where their tokens are in a micro-batch of (rows, tokens). See `collate_samples`."""
+    known = [
+        (document["experts"], place) for document, place in zip(documents, places) if document["experts"] is not None
+    ]
+    experts = torch.zeros(*shape, *known[0][0].shape[1:], dtype=torch.int16)
+    for own, (row, first, _) in known:
+        experts[row, first : first + len(own)] = own + 1
     return experts
 
 

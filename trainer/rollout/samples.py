@@ -54,7 +54,8 @@ class Sample:
     turn_rewards: list[float] = field(default_factory=list)
     # --max_staleness: [start, version] in response_ids; from `start` on, this version of the policy generated the tokens
     versions: list[list[int]] = field(default_factory=list)
-    # --routing_replay: the experts of each token of prompt and response except the last, (tokens, layers, k), int16
+    # --routing_replay: the experts of each token of prompt and response that the engine read, (tokens, layers, k), int16.
+    # The last ones have no row, and the last token of an older history has -1
     experts: Optional[torch.Tensor] = field(default=None, compare=False)
     # why an environment or a server gave no score. Such a sample is as if it had not been sampled; its score is NaN
     failed: str = ""

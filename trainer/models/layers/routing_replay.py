@@ -42,9 +42,9 @@ class Routers:
             raise UserError(FLAG, f"{self.kind} has no router over experts", "a mixture such as qwen3_moe, olmoe")
 
     def check(self, recorded: Iterable[torch.Tensor]) -> None:
-        """Raise UserError if recorded experts, (tokens, layers, k), do not fit this model."""
+        """Raise UserError if recorded experts, (tokens, layers, k), do not fit this model. -1 is a choice that is not known."""
         for experts in recorded:
-            in_range = bool(((experts >= 0) & (experts < self.num_experts)).all())
+            in_range = bool(((experts >= -1) & (experts < self.num_experts)).all())
             if experts.ndim != 3 or experts.shape[1:] != (self.num_layers, self.top_k) or not in_range:
                 found = f"rollouts with experts {tuple(experts.shape)} up to {int(experts.max())}"
                 wanted = f"(tokens, {self.num_layers}, {self.top_k}) below {self.num_experts}, as --pretrain has them"

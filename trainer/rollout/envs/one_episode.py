@@ -7,6 +7,8 @@ from concurrent.futures import ALL_COMPLETED, Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
+import torch
+
 from trainer.datasets.conversations.thoughts import opens_thoughts
 from trainer.datasets.conversations.tool_formats import tool_calls
 from trainer.errors import Failed
@@ -67,6 +69,7 @@ class Episode:
     turns: list[list[int]] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # as in `Sample`
     versions: list[list[int]] = field(default_factory=list)
+    experts: Optional[torch.Tensor] = None  # as in `Sample`
     rewards: list[float] = field(default_factory=list)  # of the turns
     end: str = ""  # one of ENDS
     over: bool = False  # it has ended or failed
@@ -79,6 +82,7 @@ class Episode:
         """Append the tokens of a turn. Returns the turn as the environment gets it."""
         tokenizer, left = environments.tokenizer, environments.max_turns - len(self.turns) - 1
         raw, start = tokenizer.decode(completion.token_ids), len(self.ids)
+        self._add_experts(completion.experts)
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         header = tokenizer.decode(self.read_ids()[-THOUGHT_TOKENS:])
         calls = tool_calls(raw, self.tools, opens_thoughts(header))
@@ -89,6 +93,18 @@ class Episode:
         self.kept_ids += completion.kept_ids
         self.versions += [[start + at, version] for at, version in completion.versions]
         return self.response
+
+    def _add_experts(self, found: Optional[torch.Tensor]) -> None:
+        """Append what a turn `found`, before its tokens are appended: the experts of all tokens that it read.
+
+        A token that an earlier turn read keeps the experts of that turn, since its log-prob came from there.
+        """
+        if found is None:
+            return
+        known = found[:0] if self.experts is None else self.experts
+        unread = len(self.prompt_ids) + len(self.ids) - len(self.read_ids()) - len(known)
+        gap = found.new_full((max(unread, 0), *found.shape[1:]), -1)  # the last token of an older history
+        self.experts = torch.cat([known, gap, found[max(-unread, 0) :]])
 
     def read_ids(self) -> list[int]:
         """The ids that the model reads: those of the newest history."""
@@ -123,6 +139,7 @@ class Episode:
             starts=self.starts,
             turn_rewards=[0.0] if is_empty else self.rewards,
             versions=self.versions,
+            experts=self.experts,
             failed=self.failed,
             end=self.end,
         )

@@ -76,7 +76,7 @@ def read_frozen(run) -> None:
                 f"{args.rollout.rollouts_from} was made {'with' if sample.kept_ids else 'without'} truncated sampling"
             )
             raise UserError("--top_p, --top_k, --min_p", found, "the values of the run that made the rollouts")
-        if args.rollout.routing_replay and sample.experts is None:
+        if args.rollout.routing_replay and sample.experts is None and not sample.failed:
             found = f"{args.rollout.rollouts_from} was made without it"
             raise UserError("--routing_replay", found, "rollouts with it, or leave it out")
     if args.advantage.turn_rewards and any(len(s.turns) != len(s.turn_rewards) for each in frozen for s in each):
@@ -104,7 +104,8 @@ def replay_experts(run) -> None:
     """Let training send each token to the experts of its rollout. Frozen rollouts must have them."""
     run.roles.routers = Routers(run.roles.actor[0], run.model.config)
     if run.frozen:
-        run.roles.routers.check(sample.experts for samples in run.frozen for sample in samples)
+        found = (sample.experts for samples in run.frozen for sample in samples)
+        run.roles.routers.check(experts for experts in found if experts is not None)
 
 
 def keep_average(run) -> None:
