@@ -98,7 +98,9 @@ def test_engines_of_vllm_by_hand():
     s, w = sizes_of(meta_model("qwen3-8b")), 2 * 8_190_735_360
     machine, _, rollouts = plan_of("--gpus 8 --rollout_engine vllm --engine_tensor_parallel_size 2")
     needs = engine_needs(s, machine, rollouts)
-    assert (needs.generating, needs.training, needs.host, needs.on_engine) == (40e9, 0, w / 2, w / 2)
+    assert (needs.generating, needs.training, needs.host, needs.on_engine) == (40e9, 0, 0, w / 2), (
+        "asleep at level 2, an engine keeps nothing on the host"
+    )
     token = 2 * 36 * 8 * 128 * 2  # keys and values of 36 layers, 8 heads of 128
     assert needs.cache_tokens == pytest.approx((40e9 - w / 2) / (token / 2))
     machine, _, rollouts = plan_of("--gpus 8 --rollout_engine vllm_server --servers 3 --max_staleness 1 --sync_deltas")
@@ -164,6 +166,27 @@ def test_idle_shares_by_hand():
     machine, _, rollouts = plan_of(same + "--rollout_engine vllm_server --servers 4 --max_staleness 2")
     idle = predicted_idle(rollouts, machine, 64 * 160 / 20)  # 32 slots: 20 s, while the last rollout is trained
     assert idle.seconds == pytest.approx(SIMULATED * 20 + 20)
+
+
+@pytest.mark.parametrize(("held", "waves"), [(10, 4), (8, 4), (4.5, 8), (2, 16), (0.5, 32)])
+def test_a_cache_of_fewer_responses_than_asked_generates_fewer_at_a_time(held, waves):
+    """64 responses of 100 tokens at 10 tokens/s on 2 engines that are asked for 8 at a time each."""
+    machine, _, rollouts = plan_of(
+        "--gpus 2 --rollout_batch_size 16 --n_samples_per_prompt 4 --response_median 100 --response_spread 0 --token_rate 10 "
+        "--micro_rollout_batch_size 8 --prompt_len 60 --rollout_engine vllm"
+    )
+    idle = predicted_idle(rollouts, machine, 64 * 160 / 20, held * rollouts.longest)
+    assert idle.seconds == pytest.approx(SIMULATED * (10 * waves + 20))
+
+
+def test_the_report_simulates_what_the_cache_holds():
+    """40 GB for an engine of Qwen3-8B hold 23.6 GB of cache: 39 responses of 4096 tokens."""
+    model = meta_model("qwen3-8b")
+    for asked, shown in ((100, 39), (8, 8)):
+        machine, work, rollouts = plan_of(f"--gpus 8 --rollout_engine vllm --micro_rollout_batch_size {asked}")
+        text = layout_plan.report(model, "MODEL", machine, 80, work, rollouts)
+        assert "or 39 responses of full length" in text and f"{shown} responses at a time of 40 tokens/s" in text
+        assert "while it trains, and 0.0 GB more of host memory" in text
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,9 @@ def engine_needs(s: Sizes, machine: Machine, rollouts: Rollouts, dtype: str = "b
     hf: a copy of the weights w on every rank, and a cache for `slots` responses of full length. In lock step, it is only
     there while a rollout is generated. With staleness it always is. Then a machine has `STALE_COPIES` w in host memory, of
     which each rank counts its share.
-    vllm: an engine of N ranks takes `memory_share` of each GPU, w / N of it for weights. While the policy trains, w / N are
-    in host memory. Servers: the same on GPUs of their own. Deltas need w in host memory at both ends.
+    vllm: an engine of N ranks takes `memory_share` of each GPU, w / N of it for weights. While the policy trains, it sleeps
+    at level 2, which keeps no weights, not even on the host. Servers: the same share on GPUs of their own, all the time.
+    Deltas need w in host memory at both ends.
     """
     width = width_of(dtype)
     w, n = width * s.num_params, rollouts.engine_tp
@@ -73,7 +74,7 @@ def engine_needs(s: Sizes, machine: Machine, rollouts: Rollouts, dtype: str = "b
         problem = f"an engine of {counted(n, 'GPU')} needs {on_engine / GB:.1f} GB on each for weights, and more for a response"
         problem += f"; its share is {share / GB:.1f}"
     if rollouts.engine == "vllm":
-        return EngineNeeds(w, share, 0.0, on_engine, on_engine, 0.0, max(tokens, 0.0), problem)
+        return EngineNeeds(w, share, 0.0, 0.0, on_engine, 0.0, max(tokens, 0.0), problem)
     copy = w * rollouts.sync_deltas
     return EngineNeeds(w, 0.0, 0.0, stale + copy, on_engine, copy, max(tokens, 0.0), problem)
 
@@ -119,7 +120,14 @@ def sync_seconds(layout: Layout, s: Sizes, machine: Machine, rollouts: Rollouts,
     return seconds
 
 
-def predicted_idle(rollouts: Rollouts, machine: Machine, tokens_per_second: float) -> Idle:
+def at_a_time(rollouts: Rollouts, cache_tokens: float) -> int:
+    """Responses that an engine generates at a time: what is asked, and at most those of full length that its cache holds."""
+    return max(1, int(min(rollouts.slots, cache_tokens // rollouts.longest)))
+
+
+def predicted_idle(
+    rollouts: Rollouts, machine: Machine, tokens_per_second: float, cache_tokens: float = math.inf
+) -> Idle:
     """Idle shares by simulation. `tokens_per_second` is the speed of training, on prompts and responses."""
     chance = random.Random(0)
     drawn = [rollouts.lengths.sample(chance, rollouts.prompts, rollouts.group) for _ in range(SIMULATED)]
@@ -128,9 +136,9 @@ def predicted_idle(rollouts: Rollouts, machine: Machine, tokens_per_second: floa
     times = [[[length / rollouts.token_rate for length in group] for group in rollout] for rollout in drawn]
     on_servers, stale = rollouts.on_servers, rollouts.max_staleness > 0
     engines = rollouts.servers if on_servers else machine.gpus // rollouts.engine_tp
-    drivers = min(machine.gpus, engines)
+    drivers, slots = min(machine.gpus, engines), at_a_time(rollouts, cache_tokens)
     return simulated(
-        times, drivers=drivers, slots=max(1, engines * rollouts.slots // drivers), train_time=train_time,
+        times, drivers=drivers, slots=engines * slots // drivers, train_time=train_time,
         staleness=rollouts.max_staleness, queue=on_servers and stale, barrier=rollouts.engine == "hf",
         drains=on_servers and stale,
     )  # fmt: skip
@@ -141,8 +149,8 @@ def engine_report(
 ) -> str:
     """What `plan` prints of the engine, for the quickest layout that fits."""
     found, width = engine_needs(s, machine, rollouts, dtype), width_of(dtype)
-    idle, lengths = predicted_idle(rollouts, machine, tokens_per_second), rollouts.lengths
-    gathering = received_bytes(layout, s, rollouts, width).bytes
+    idle, lengths = predicted_idle(rollouts, machine, tokens_per_second, found.cache_tokens), rollouts.lengths
+    gathering, slots = received_bytes(layout, s, rollouts, width).bytes, at_a_time(rollouts, found.cache_tokens)
     sizes = [f"{size / GB:.1f} GB" for size in (found.weights, found.generating, found.training, found.host)]
     lines = [
         f"Rollouts by {rollouts.engine}, with the first layout:",
@@ -166,7 +174,7 @@ def engine_report(
         whose = f"the GPUs {idle.generating + idle.training - 1:.0%} of the time"
     lines += [
         f"- idle: {whose}; a rollout takes {idle.seconds / SIMULATED:.0f} s (simulated: {counted(rollouts.prompts, 'prompt')} x "
-        f"{rollouts.group}, a median of {lengths.median:g} tokens, {counted(rollouts.slots, 'response')} at a time of "
+        f"{rollouts.group}, a median of {lengths.median:g} tokens, {counted(slots, 'response')} at a time of "
         f"{rollouts.token_rate:g} tokens/s each)"
     ]
     return "\n".join(lines)

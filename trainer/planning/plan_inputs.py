@@ -56,7 +56,7 @@ class Rollouts:
     engine_tp: int  # GPUs of an engine
     servers: int
     memory_share: float  # of a GPU, for vLLM or a server
-    slots: int  # responses at a time, of a rank or a server
+    slots: int  # responses at a time, of a rank or a server, if its cache holds them
     max_staleness: int
     sync_deltas: bool
     changed_share: float  # of the values, from one sync to the next
@@ -64,7 +64,7 @@ class Rollouts:
     group: int  # responses to a prompt
     prompt_len: int
     lengths: Lengths  # of responses
-    token_rate: float  # tokens per second of one response, while an engine has all its slots in use
+    token_rate: float  # tokens per second of one response, while an engine generates as many as it can
 
     @property
     def longest(self) -> int:
