@@ -19,12 +19,22 @@ VOCABULARY = 90
 class FakeServer:
     """`dies_after` requests for tokens, it answers nothing for `gone` seconds, and has lost its weights then."""
 
-    def __init__(self, dtype: str = "float32", seconds=0.0, dies_after: int = 0, gone: float = 1.0, workers=1):
-        """`seconds` of a response are a number, or a function of its seed."""
+    def __init__(
+        self,
+        dtype: str = "float32",
+        seconds=0.0,
+        dies_after: int = 0,
+        gone: float = 1.0,
+        workers=1,
+        ends_after: int = 0,
+    ):
+        """`seconds` of a response are a number, or a function of its seed. It ends by itself at `ends_after` tokens."""
         self.checksum, self.dtype, self.workers, self._seconds = "", dtype, workers, seconds
+        self._ends_after = ends_after
         self._aborts = threading.Condition()
         self._dies_after, self._gone, self._back_at, self._lock = dies_after, gone, 0.0, threading.Lock()
         self.asked: list[tuple[tuple[int, ...], int]] = []  # prompt and seed of each request that was answered
+        self.read: list[tuple] = []  # of each one: mark, checksum, text, length of the prompt
         self.kept: list[dict] = [{} for _ in range(workers)]  # tensors of the last sync, by worker
         self.in_flight = self.most_in_flight = self.syncs = 0
         outer = self
@@ -99,13 +109,16 @@ class FakeServer:
         tokens = [(sampled + n) % VOCABULARY for n in range(params["logprobs"])]
         return [{"token_id": t, "logprob": -1.0 if n < params["top_k"] else -9999.0} for n, t in enumerate(tokens)]
 
+    def _reason(self, count: int, most: int) -> str:
+        return "length" if count == most else "stop" if count == self._ends_after else "abort"
+
     def _generate(self, body: dict):
         prompt, params, held = body["token_ids"], body["sampling_params"], self.checksum
         with self._lock:
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
         seconds = self._seconds(params["seed"]) if callable(self._seconds) else self._seconds
-        began, count = time.monotonic(), params["max_tokens"]
+        began, count = time.monotonic(), min(params["max_tokens"], self._ends_after or params["max_tokens"])
         with self._aborts:
             if self._aborts.wait(seconds):
                 count = min(count, int(count * (time.monotonic() - began) / seconds))
@@ -119,13 +132,15 @@ class FakeServer:
             self.asked.append((tuple(prompt), params["seed"]))
         digest = hashlib.blake2b(f"{prompt} {params['seed']}".encode()).digest()
         ids = [5 + byte % (VOCABULARY - 5) for byte in digest[:count]]
+        with self._lock:
+            self.read.append((body["cache_salt"], held, (*prompt, *ids), len(prompt)))
         steps = [{"logprob": -1 - byte / 128, "top_logprobs": self._likely(byte, params)} for byte in ids]
         return {
             "choices": [
                 {
                     "token_ids": ids,
                     "logprobs": {"content": steps},
-                    "finish_reason": "length" if count == params["max_tokens"] else "abort",
+                    "finish_reason": self._reason(count, params["max_tokens"]),
                 }
             ]
         }

@@ -29,7 +29,7 @@ from trainer.planning.plan_memory import sizes_of
 from trainer.rollout.asynchronous import Pace
 from trainer.rollout.engines import servers as server_engines
 from trainer.rollout.engines.on_vllm.vllm_server import VLLMServerEngine, _kept
-from trainer.rollout.engines.routing import Router, send_to_each
+from trainer.rollout.engines.routing import Homes, Router, send_to_each
 from trainer.rollout.engines.sampling import Sampling
 from trainer.rollout.engines.servers import LostServer
 from trainer.rollout.episode_queue import QueuedRollouts, SharedGroups
@@ -51,6 +51,30 @@ def test_requests_go_to_the_least_loaded_server_and_stay_with_their_prompt():
         router.give(url)
     assert router.take((3,), ["a", "b"]) == "a", "its server is gone"
     assert +router.in_flight == {"a": 1}
+
+
+def test_a_later_turn_goes_where_most_of_it_was_read():
+    router, urls = Router(room=2), ["a", "b", "c"]
+    first = [router.take((1, 2), urls) for _ in range(3)]
+    assert first == ["a", "a", "b"], "the third sample of the prompt finds no room"
+    for url, response in zip(first, [(3,), (4, 4), (5,)]):
+        router.give(url, (1, 2, *response))
+    later = [router.take((1, 2, *turn), urls) for turn in [(5, 9), (3, 9), (4, 4, 9, 9), (4, 8), (3, 9, 9)]]
+    assert later == ["b", "a", "a", "b", "c"], (
+        "the fourth one begins with the prompt only, and the last one finds no room"
+    )
+    assert router.take((1, 2, 5, 7), ["a", "c"]) == "c", "its server is gone, and a has no room"
+
+
+def test_a_rank_knows_the_servers_of_the_texts_that_were_used_last():
+    homes = Homes(most=3)
+    for number, text in enumerate([[7], [7, 8], [9], [7, 8, 9]]):
+        homes.note(text, f"server {number}")
+        assert homes.of([7]) == ["server 0"]
+    assert homes.of([7, 8, 9, 5]) == ["server 3", "server 0"], "[7, 8] was not used for longest"
+    assert homes.of([9]) == ["server 2"] and homes.of([8]) == homes.of([]) == []
+    homes.note([9], "server 4")
+    assert homes.of([9, 9]) == ["server 4"] and dict(homes._lengths) == {1: 2, 3: 1}
 
 
 def test_each_taker_gets_every_item_and_one_that_fails_stops_no_other():
@@ -328,6 +352,19 @@ class Environment:
 """
 
 
+SPEAKER = """
+class Environment:
+    def reset(self, task):
+        self.turn = 0
+        return task["messages"]
+
+    def step(self, response):
+        self.turn += 1
+        return [{"role": "user", "content": str(self.turn)}], sum(map(ord, response)) % 7, self.turn == 3
+"""
+LONG = ["--generate_max_len", "48", "--micro_rollout_batch_size", "16"]  # three turns, and room on every server
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """In lock step and ahead: 1, 2 and 3 servers for 2 ranks; then one or all of them die and come back."""
@@ -335,6 +372,7 @@ def runs(tmp_path_factory):
     make_demo(str(folder / "demo"))
     (folder / "reward.py").write_text(REWARD)
     (folder / "talker.py").write_text(TALKER)
+    (folder / "speaker.py").write_text(SPEAKER)
     (folder / "coarse.py").write_text(REWARD.replace("% 7 / 7", "% 2"))
     with open(folder / "demo/prompts_eval.jsonl") as file:
         (folder / "few.jsonl").write_text("".join(itertools.islice(file, 4)))
@@ -355,6 +393,10 @@ def runs(tmp_path_factory):
     lines.append(
         flags(folder, "turns", [FakeServer(seconds=0.01)], *ahead, "--env", f"{folder}/talker.py", "--timeline")
     )
+    for way, count, more in (("lockstep", 2, []), ("ahead", 4, ahead)):  # ahead, each rank has two servers
+        servers[way, "speaker"] = [FakeServer(seconds=0.005, ends_after=8) for _ in range(count)]
+        more = [*more, "--env", f"{folder}/speaker.py", *LONG]
+        lines.append(flags(folder, f"{way}-speaker", servers[way, "speaker"], *more))
     filtered = [FakeServer(seconds=0.005), FakeServer(seconds=0.01)]
     more = [*ahead, "--dynamic_filtering", "--reward_func", f"{folder}/coarse.py", "--save_steps", "2"]
     lines.append(flags(folder, "filtered", filtered, *more))
@@ -404,6 +446,30 @@ def test_each_slot_plays_episodes_of_its_own(runs):
     assert [names[f"slot {n}"] for n in range(4)] == [2, 3, 4, 5]
     generated = {event["tid"] for event in events if event["name"] == "generate" and event["pid"] == 0}
     assert generated <= {2, 3, 4, 5} and len(generated) > 1
+
+
+@pytest.mark.parametrize("way", ["lockstep", "ahead"])
+def test_later_turns_go_to_the_server_that_has_read_their_prefix(runs, way):
+    folder, servers, _ = runs
+    rollouts, found = read_rollouts(f"{folder}/{way}-speaker/rollouts.jsonl"), servers[way, "speaker"]
+    assert {len(sample.turns) for sample in itertools.chain(*rollouts)} == {3}
+    of_text = {(mark, text): n for n, server in enumerate(found) for mark, _, text, _ in server.read}
+    num_later = 0
+    for number, server in enumerate(found):
+        for mark, _, text, length in server.read:
+            [*before] = {of_text[mark, text[:end]] for end in range(length) if (mark, text[:end]) in of_text}
+            assert before in ([], [number]), "another server has read the turn before"
+            num_later += bool(before)
+        assert server.read, "first turns go to all servers"
+    assert num_later == 2 * STEPS * SAMPLES if way == "lockstep" else num_later >= 2 * STEPS * SAMPLES
+
+
+@pytest.mark.parametrize("name", [("lockstep", 1), ("lockstep", 3), ("ahead", 3), ("lockstep", "speaker")])
+def test_ranks_share_what_a_server_keeps_of_prompts_under_the_same_weights_only(runs, name):
+    marks = {(checksum, mark) for server in runs[1][name] for mark, checksum, *_ in server.read}
+    assert len(marks) == len(dict(marks)) == len({mark for _, mark in marks}) > 2, (
+        "one mark for each state of the weights"
+    )
 
 
 def test_sets_of_truncated_sampling_come_from_the_server(runs):

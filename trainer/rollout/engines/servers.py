@@ -134,13 +134,15 @@ class ServerEngine:
             if interrupted():
                 return Completion([], [], False)
             while usable := [url for url in holding if url not in self._gone]:
-                url = router.take(tuple(one[0]), usable)
+                url, text = router.take(one[0], usable), []
                 try:
-                    return self._complete(url, sampling, *one)
+                    completion = self._complete(url, sampling, *one)
+                    text = [*one[0], *completion.token_ids]
+                    return completion
                 except LostServer as error:
                     self._note_gone(url, error)
                 finally:
-                    router.give(url)
+                    router.give(url, text)
             problems = [self._gone[url] for url in urls]
             if all(isinstance(problem, RefusingServer) for problem in problems):
                 raise UserError(*problems[0].args)  # waiting for a server helps nothing

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import logging
 import os
+import secrets
 import warnings
 from typing import Any
 
@@ -13,7 +14,7 @@ from trainer.comma_separated import names_in
 from trainer.datasets.conversations.rendering import chat_template
 from trainer.datasets.conversations.turns import check_call_format
 from trainer.datasets.samples.prompts import COLUMN
-from trainer.distributed.collectives import wait_for_all
+from trainer.distributed.collectives import broadcast_object, wait_for_all
 from trainer.errors import UserError
 from trainer.metrics import counted
 from trainer.model_folders.model_folder import read_config, unwrapped
@@ -63,6 +64,7 @@ def hf_engine(run, options: dict) -> HFEngine:
 
 def vllm_servers(run, options: dict) -> VLLMServerEngine:
     """Servers of `serve_engine`."""
+    options |= {"mark": broadcast_object(secrets.token_hex(8))}
     return server_engine(run, VLLMServerEngine, options)
 
 

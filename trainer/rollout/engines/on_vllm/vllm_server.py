@@ -40,11 +40,14 @@ class VLLMServerEngine(ServerEngine):
     kind = "a server of serve_engine"
     longer, one_dtype = "--max_len {} or more there", "servers of one --param_dtype"
 
-    def __init__(self, urls: Sequence[str], *, deltas: bool = False, **options):
-        """With `deltas`, a server that has the weights of the last sync gets the values that have changed since."""
+    def __init__(self, urls: Sequence[str], *, deltas: bool = False, mark: str = "", **options):
+        """With `deltas`, a server that has the weights of the last sync gets the values that have changed since.
+
+        `mark` is that of this start of a run, the same on all ranks. A server may still compute for a start that was killed.
+        What it keeps of such requests may mix weights, and is not used.
+        """
         super().__init__(urls, **options)
-        self._last = LastSync() if deltas and self.own else None
-        self._cache_salt = secrets.token_hex(8)
+        self._last, self._mark = LastSync() if deltas and self.own else None, mark
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
         """Send (name, full tensor) pairs to this rank's servers, one at a time. Returns (checksum, bytes) of the tensors.
@@ -54,9 +57,6 @@ class VLLMServerEngine(ServerEngine):
         """
         came, num_bytes, num_values, num_changed = Checksum(), 0, 0, 0
         before = self._forget()
-        self._cache_salt = secrets.token_hex(
-            8
-        )  # what a server keeps of prompts is of older weights, and is not used again
 
         def watched() -> Iterator[Update]:
             nonlocal num_bytes, num_values, num_changed
@@ -118,7 +118,7 @@ class VLLMServerEngine(ServerEngine):
 
     def _complete(self, url: str, sampling: Sampling, prompt: Sequence[int], seed: Optional[int], limit: int):
         params = sampling.for_vllm(seed, limit, self._vocab_size)
-        body = {"token_ids": list(prompt), "sampling_params": params, "cache_salt": self._cache_salt}
+        body = {"token_ids": list(prompt), "sampling_params": params, "cache_salt": self._cache_salt()}
         tokens = limit * (params["logprobs"] + 2) + 1000  # with the likely ones of each step
         sizes = {"max_bytes": tokens * TOKEN_BYTES, "max_values": tokens * TOKEN_VALUES}
         answer = self._request(url, "/inference/v1/generate", body, **sizes)
@@ -126,6 +126,10 @@ class VLLMServerEngine(ServerEngine):
             return _completion(answer, limit, self._vocab_size, params["logprobs"] if sampling.gives_sets else 0)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise LostServer(FLAG, f"{url}: an answer of a wrong form: {type(error).__name__}: {error}") from None
+
+    def _cache_salt(self) -> str:
+        """A server uses what it keeps of prompts for requests with the same salt only: those of all ranks, for these weights."""
+        return f"{self._mark}-{self._checksum or secrets.token_hex(8)}"
 
     def _facts(self, url: str) -> list[dict]:
         """What each worker of a server reports about itself, with the checksum of its weights."""
