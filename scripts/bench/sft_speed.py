@@ -83,10 +83,13 @@ def contenders(job: str, steps: int, folder: Path, data: Path, max_ranks: int) -
     ours[ours.index("--micro_train_batch_size") + 1] = str(micro // 2)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "trainer.cli.train_sft"]
     two = {f"train_sft {name}, 2 ranks": [sys.executable, *torchrun, *ours, *b] for name, b in BACKENDS.items()}
-    others = {"plain loop": "plain_loop.py"}
-    if job != "lengths":  # at real lengths TRL pads like the plain loop, because flash-attn is missing
-        others["TRL SFTTrainer"] = "trl_loop.py"
-    by_hand = {n: [sys.executable, str(HERE / script), str(steps), str(micro), *flags] for n, script in others.items()}
+    others = {"plain loop": ("plain_loop.py", []), "TRL SFTTrainer": ("trl_loop.py", [])}
+    if packed:
+        others["TRL SFTTrainer, packed"] = ("trl_loop.py", packed)
+    by_hand = {
+        name: [sys.executable, str(HERE / script), str(steps), str(micro), *flags, *more]
+        for name, (script, more) in others.items()
+    }
     if job == "fixed":  # there is one shape, which is compiled in the first step; no figure counts it
         for commands, names in ((own, list(own)), (by_hand, ["TRL SFTTrainer"])):
             commands |= {f"{name}, compiled": [*commands[name], "--compile"] for name in names}
@@ -159,15 +162,15 @@ def ratio(found: dict[str, list[dict]], name: str, other: str) -> float:
 
 def table(found: dict[str, list[dict]]) -> list[str]:
     lines = [
-        "| | tokens/s (median, min to max) | / plain loop | / TRL | / TRL compiled | step time p90/p10 | "
+        "| | tokens/s (median, min to max) | / plain loop | / TRL | / TRL packed | / TRL compiled | step time p90/p10 | "
         "outside the steps, s | peak MiB |"
     ]
-    lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
+    lines.append("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for name, figures in found.items():
         speeds = sorted(f["tokens_per_second"] for f in figures)
         others = [
             f"{ratio(found, name, other):.2f}" if other in found else ""
-            for other in ("plain loop", "TRL SFTTrainer", "TRL SFTTrainer, compiled")
+            for other in ("plain loop", "TRL SFTTrainer", "TRL SFTTrainer, packed", "TRL SFTTrainer, compiled")
         ]
         rest = [
             statistics.median(f[key] for f in figures)

@@ -3,8 +3,8 @@
     python scripts/bench/trl_loop.py STEPS MICRO_BATCH_SIZE <flags of train_sft>
 
 It keeps TRL's defaults if they are fast (fused AdamW). Gradient checkpointing is off; TRL's default is on. --compile
-switches TRL's torch_compile on. TRL needs flash-attn for packing, so on a CPU it pads. It writes the same rows as
-plain_loop.py.
+switches TRL's torch_compile on. With --packing_samples, TRL packs all samples of the run by its default ("bfd"), one pack
+in a forward pass. A step has as many packs as fill the mean step. It writes the same rows as plain_loop.py.
 """
 
 import json
@@ -42,8 +42,9 @@ def peak_memory() -> int:
 class StepTimes(TrainerCallback):
     """Makes a row for each optimizer step. The time is from the end of one step to the end of the next, with data."""
 
-    def __init__(self, tokens: list[int]):
-        self.tokens, self.rows, self.last = tokens, [], None
+    def __init__(self):
+        self.tokens: list[int] = []  # of each step
+        self.rows, self.last = [], None
 
     def on_train_begin(self, args, state, control, **_):
         self.last = time.perf_counter()
@@ -67,20 +68,25 @@ def main(num_steps: int, micro_size: int, argv: list[str]) -> None:
     order = epoch_order(len(samples), args.seed, 0, shuffle=not args.no_shuffle)[: num_steps * size]
     chosen = [samples[i] for i in order]
     rows = [{"input_ids": list(s["input_ids"]), "completion_mask": list(s["loss_mask"])} for s in chosen]
-    lengths = [len(row["input_ids"]) for row in rows]
-    times = StepTimes([sum(lengths[first : first + size]) for first in range(0, len(rows), size)])
+    max_length, accumulation = args.max_len, size // micro_size
+    if args.packing_samples:
+        num_tokens = sum(len(row["input_ids"]) for row in rows)
+        max_length, micro_size = args.max_tokens_per_micro_batch, 1
+        accumulation = max(1, num_tokens // num_steps // max_length)
+    times = StepTimes()
     on_cuda = args.device != "cpu" and torch.cuda.is_available()
     hardware = {"bf16": args.param_dtype == "bf16", "use_cpu": not on_cuda}  # bf16 is by autocast; weights stay fp32
     hardware["use_liger_kernel"] = on_cuda and find_spec("liger_kernel") is not None
     config = SFTConfig(
         output_dir=args.output_dir,
         per_device_train_batch_size=micro_size,
-        gradient_accumulation_steps=size // micro_size,
+        gradient_accumulation_steps=accumulation,
         max_steps=num_steps,
         learning_rate=args.learning_rate,
         weight_decay=args.weight_decay,
         max_grad_norm=args.max_norm,
-        max_length=args.max_len,
+        max_length=max_length,
+        packing=args.packing_samples,
         train_sampling_strategy="sequential",
         torch_compile=args.compile,
         **FASTEST_ON_CPU | hardware,
@@ -93,6 +99,8 @@ def main(num_steps: int, micro_size: int, argv: list[str]) -> None:
         processing_class=tokenizer,
         callbacks=[times],
     )
+    lengths, per_step = list(map(len, trl.train_dataset["input_ids"])), micro_size * accumulation
+    times.tokens = [sum(lengths[first : first + per_step]) for first in range(0, len(lengths), per_step)]
     trl.train()
     if not args.no_save:
         trl.save_model(f"{args.output_dir}/model")

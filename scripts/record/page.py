@@ -114,6 +114,7 @@ SIZES = """
 these sizes in bf16, and by {fp32} in fp32. So the cause is rounding: each rank rounds its part of a sum before the parts are added.
 AdamW makes it larger: it divides each gradient by its own size, so a gradient near 0 becomes a whole step of rounding. Ours shows
 it in fp32: 1.5e-08 before the first update, 8e-06 after it with an epsilon of 1e-8, 1e-06 with 1e-5, and 3e-07 with 1e-3.
+`python scripts/record/tensor_parallel.py "this trainer, fsdp2" --eps 1e-5` shows these figures in a minute.
 A factor of the ranks is another mistake. No peer has it here: TRL, LLaMA-Factory and ms-swift are equal to the plain loop in fp32. A test
 plants this factor, and the judge names it.
 """
@@ -151,6 +152,7 @@ welcome as an issue, with the settings that you expect.
 - GPU kernels, bf16 and FlashAttention: all runs are fp32 on a CPU. A refusal here may be no refusal there.
 - GRPO with ms-swift, axolotl and Oumi, which take their samples themselves. Tensor parallelism with axolotl,
   which refuses two ranks.
+- Trainers that do not start here. The next four were tried by hand, and no command here repeats that.
 - verl 0.9.1 asks for a GPU's memory when its SFT trainer starts: `AssertionError: Torch not compiled with CUDA enabled`.
 - OpenRLHF 0.11.2 asks for a GPU when its SFT trainer starts: `RuntimeError: Found no NVIDIA driver on your system`, from
   `torch.cuda.set_device`. It imports flash-attn 2.8.3, whose package installs with `FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE` and imports with

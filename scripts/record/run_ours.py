@@ -39,7 +39,7 @@ def main(backend: str, inputs: Path, output: Path, condition: dict) -> None:
         "backend": backend, "pretrain": inputs / "model", "dataset": f"{inputs}/rows.jsonl#{condition['rows']}",
         "apply_chat_template": "true", "multiturn": "true", "param_dtype": condition.get("dtype", "fp32"), "train_batch_size": batch,
         "micro_train_batch_size": micro, "max_epochs": condition["epochs"], "learning_rate": condition["learning_rate"],
-        "lr_scheduler": "constant", "lr_warmup_ratio": 0, "adam_betas": (0.9, 0.999), "weight_decay": 0, "max_norm": 1.0, "max_len": condition["max_length"],
+        "lr_scheduler": "constant", "lr_warmup_ratio": 0, "adam_betas": (0.9, 0.999), "weight_decay": 0, "max_norm": 1.0, "adam_eps": condition.get("eps", 1e-8), "max_len": condition["max_length"],
         "output_dir": output / "run", "no_shuffle": "true", "save_steps": 2,
     }  # fmt: skip
     if backend == "deepspeed":
