@@ -6,6 +6,8 @@ import importlib.metadata
 import json
 from pathlib import Path
 
+from trainer.metrics import counted
+
 CARDS = Path(__file__).parent / "cards"
 LIBRARIES = ("torch", "transformers", "deepspeed")  # a card counts where these are installed in its versions
 
@@ -60,4 +62,4 @@ def certified_line(versions: dict[str, str], cards: list[dict]) -> tuple[bool, s
 def _left(card: dict) -> str:
     """What a card says of cells that do not pass, for example ", 2 cells refused"."""
     counts = {word: card["zoo"]["verdicts"].get(word, 0) for word in ("refused", "wrong", "crash")}
-    return "".join(f", {count} cells {word}" for word, count in counts.items() if count)
+    return "".join(f", {counted(count, 'cell')} {word}" for word, count in counts.items() if count)
