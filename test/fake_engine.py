@@ -6,6 +6,7 @@ A response is a function of its prompt and its seed, so it does not matter which
 import contextlib
 import hashlib
 import json
+import secrets
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,7 +32,7 @@ class FakeServer:
         """`seconds` of a response are a number, or a function of its seed. It ends by itself at `ends_after` tokens."""
         self.checksum, self.dtype, self.workers, self._seconds = "", dtype, workers, seconds
         self._ends_after = ends_after
-        self._aborts = threading.Condition()
+        self._aborts, self._id = threading.Condition(), secrets.token_hex(8)
         self._dies_after, self._gone, self._back_at, self._lock = dies_after, gone, 0.0, threading.Lock()
         self.asked: list[tuple[tuple[int, ...], int]] = []  # prompt and seed of each request that was answered
         self.read: list[tuple] = []  # of each one: mark, checksum, text, length of the prompt
@@ -82,7 +83,8 @@ class FakeServer:
             return {}
         if body["method"] == "facts_for_trainer":
             facts = {"dtype": self.dtype, "max_len": 128, "vocab_size": VOCABULARY, "workers": self.workers}
-            return {"results": [{**facts, "checksum": self.checksum}] * self.workers}
+            facts |= {"checksum": self.checksum}
+            return {"results": [{**facts, "id": f"{self._id}-{worker}"} for worker in range(self.workers)]}
         host, port, token, keeps = json.loads(body["args"][0])
         return {"results": self._receive(host, port, token, keeps)}
 

@@ -204,6 +204,14 @@ def test_servers_have_one_dtype_of_their_own(world):
         engine_of(FakeServer("bfloat16"), FakeServer("float32"))
 
 
+def test_two_addresses_of_one_server_are_refused(world):
+    """It takes one sync at a time, so a second one to it would wait for the first."""
+    server, other = FakeServer(workers=2), FakeServer(workers=2)
+    twice = [server.url, other.url, server.url.replace("127.0.0.1", "localhost")]
+    with pytest.raises(UserError, match=f"{twice[0]} and {twice[2]} are one server .allowed: each server once"):
+        VLLMServerEngine(twice, device=torch.device("cpu"), batch_size=4, max_len=64)
+
+
 def test_a_wrong_answer_costs_its_request_and_another_server_answers(world, capsys):
     bad, good = FakeServer(), FakeServer()
     right = bad.answer

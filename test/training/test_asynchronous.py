@@ -295,6 +295,13 @@ NO_SERVER = {
     "--rollout_engine vllm_server without --engine_urls: ": URL[:2],
     "--engine_urls http://127.0.0.1:1 with --rollout_engine hf: ": URL[2:],
     "--engine_urls: 127.0.0.1:1 (allowed: http://HOST:PORT": [*URL[:3], "127.0.0.1:1"],
+    "--engine_urls: http://a:port (allowed: http://HOST:PORT": [*URL[:3], "http://a:port"],
+    "--engine_urls: http://a:1 and http://a:1 are one server": [*URL[:3], "http://a:1,http://b:1,http://a:1"],
+    "--engine_urls: http://a and HTTP://A:80/ are one server": [*URL[:3], "http://a,HTTP://A:80/"],
+    "--engine_urls: http://localhost:1/ and http://127.0.0.1:1 are": [
+        *URL[:3],
+        "http://localhost:1/,http://127.0.0.1:1",
+    ],
     "--min_p 0.1 with --rollout_engine vllm_server and without --top_k: ": [*URL, "--min_p", "0.1"],
     "--temperature 0.001 with --rollout_engine vllm_server: ": [*URL, "--temperature", "0.001"],
 }

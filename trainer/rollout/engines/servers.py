@@ -73,7 +73,8 @@ class ServerEngine:
 
         Answers have ids below `vocab_size`, that of the model that trains. Without it, the servers' own number counts.
 
-        Raises UserError if a server does not answer, takes shorter sequences, or has another dtype than the others.
+        Raises UserError if a server does not answer, is named twice, takes shorter sequences, or has another dtype than the
+        others.
         """
         self._key = key
         rank, urls = dist.get_rank(), [url.rstrip("/") for url in urls]
@@ -89,8 +90,11 @@ class ServerEngine:
         self._router, self._aborting, self._num_aborts = Router(batch_size), threading.Lock(), 0
         self._gone: dict[str, UserError] = {}  # servers that are not used, and why
         found: dict[str, str] = {}  # a URL of each dtype
+        known: dict[str, str] = {}  # a URL of each worker
         for url in self._urls:
-            [facts, *_] = self._facts(url)
+            [facts, *_] = workers = self._facts(url)
+            for other in {known.setdefault(worker["id"], url) for worker in workers if "id" in worker} - {url}:
+                raise UserError(FLAG, f"{' and '.join(sorted([other, url]))} are one server", "each server once")
             self._vocab_size = vocab_size or facts["vocab_size"]
             found.setdefault(facts["dtype"], url)
             if facts["max_len"] < max_len:
@@ -211,7 +215,9 @@ class ServerEngine:
     # --- of each kind of server. All raise LostServer
 
     def _facts(self, url: str) -> list[dict]:
-        """What each worker of a server reports about itself: `max_len`, `dtype`, perhaps `vocab_size`."""
+        """What each worker of a server reports about itself: `max_len`, `dtype`, perhaps `vocab_size` and `id`.
+
+        No other worker has its `id`."""
         raise NotImplementedError
 
     def _checksums_of(self, url: str) -> set[str]:

@@ -3,6 +3,8 @@
 import importlib.util
 import math
 import os
+from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from trainer.comma_separated import names_in, names_to_check
 from trainer.datasets.shapes.references import lack_references
@@ -78,11 +80,26 @@ def check_rollouts(rollout: RolloutArguments) -> None:
     share = rollout.vllm_gpu_memory_utilization
     if share is not None and share >= 1:
         raise UserError("--vllm_gpu_memory_utilization", f"{share:g}", "below 1")
-    for url in names_to_check(rollout.engine_urls or None):
-        if not url.startswith(("http://", "https://")):
-            raise UserError("--engine_urls", url, "http://HOST:PORT, comma-separated")
+    check_engine_urls(names_to_check(rollout.engine_urls or None))
     if rollout.rollout_engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("--rollout_engine", "vllm is not installed", "hf; or pip install -e '.[vllm]'")
+
+
+def check_engine_urls(urls: Sequence[str]) -> None:
+    """Raise UserError for what is no address of a server, and for two that are one. A server takes one sync at a time."""
+    known: dict[tuple, str] = {}
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme]
+        except (ValueError, KeyError):
+            host = None
+        if not host:
+            raise UserError("--engine_urls", url, "http://HOST:PORT, comma-separated")
+        place = ("127.0.0.1" if host == "localhost" else host, port, parts.path.rstrip("/"))
+        if place in known:
+            raise UserError("--engine_urls", f"{known[place]} and {url} are one server", "each server once")
+        known[place] = url
 
 
 def check_batch(train_batch_size: int, rollout: RolloutArguments, per_prompt: int, unit: str = "responses") -> None:

@@ -164,7 +164,7 @@ def _is_facts(facts: dict) -> bool:
     return (
         all(isinstance(facts.get(name), int) for name in ("max_len", "vocab_size"))
         and facts.get("dtype") in DTYPES
-        and isinstance(facts.get("checksum"), str)
+        and all(isinstance(facts.get(name), str) for name in ("checksum", "id"))
     )
 
 

@@ -6,6 +6,7 @@ prepare for weights that change. So the end of this file does it.
 """
 
 import json
+import secrets
 from typing import Optional
 
 import torch
@@ -25,6 +26,7 @@ from trainer.rollout.engines.weight_stream import WeightStream
 class WeightReceiver:
     """A part of vLLM's worker, so `self` is a worker of vLLM."""
 
+    trainer_id = secrets.token_hex(8)  # of this process
     trainer_checksum = ""  # of the weights that it holds now; empty until a trainer has sent some
     trainer_weights: Optional[dict[str, torch.Tensor]] = None  # in host memory, if a trainer sends changes
 
@@ -32,7 +34,7 @@ class WeightReceiver:
         config = self.model_config
         dtype, size = str(config.dtype).removeprefix("torch."), self.parallel_config.world_size
         facts = {"dtype": dtype, "max_len": config.max_model_len, "vocab_size": config.get_vocab_size()}
-        return {**facts, "workers": size, "checksum": self.trainer_checksum}
+        return {**facts, "workers": size, "checksum": self.trainer_checksum, "id": self.trainer_id}
 
     def receive_trainer_weights(self, source: str) -> dict:
         """Load the tensors of a stream. `source` is JSON of its host, port and token, and whether to keep the tensors.
