@@ -18,8 +18,10 @@ if [[ ! -f "$STAMP" || "$(cat "$STAMP")" != "$WANTED" ]]; then
         "$ROOT/.venv/bin/pip" install --quiet -c "$ROOT/constraints.txt" -e "$ROOT[dev]"
     fi
     # apart: transformers imports torchao wherever it is installed, and each start would take half a second more
-    "$ROOT/.venv/bin/pip" install --quiet --no-deps -c "$ROOT/constraints.txt" --target "$ROOT/.venv/apart" --upgrade torchao ||
-        echo "torchao is not installed: the tests of --fp8 are skipped"
+    for PACKAGE in torchao bitsandbytes; do
+        "$ROOT/.venv/bin/pip" install --quiet --no-deps -c "$ROOT/constraints.txt" --target "$ROOT/.venv/apart" --upgrade "$PACKAGE" ||
+            echo "$PACKAGE is not installed: its tests are skipped"
+    done
     echo "$WANTED" > "$STAMP"
 fi
 )

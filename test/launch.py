@@ -19,6 +19,7 @@ from trainer.distributed.processor import fixed_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
+APART = ROOT / ".venv/apart"  # where scripts/setup_env.sh installs torchao and bitsandbytes
 FULL = os.environ.get("PARITY") == "full"  # every cell of a matrix, where CI runs one of each kind on each backend
 SHORT_ROLLOUTS = ["--prompt_max_len", "64", "--generate_max_len", "8", "--rollout_batch_size", "4"]
 

@@ -125,7 +125,8 @@ def stored_buffers(model) -> dict[str, torch.Tensor]:
 
 def svd_orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """What five rounds of Muon's polynomial make of a matrix: of its singular values, in fp64."""
-    u, s, v = torch.linalg.svd(matrix.double() / matrix.double().norm(), full_matrices=False)
+    matrix = matrix.double()
+    u, s, v = torch.linalg.svd(matrix / matrix.norm().clamp(min=1e-30), full_matrices=False)  # 0 stays 0
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
     return u @ torch.diag(s) @ v

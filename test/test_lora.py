@@ -46,11 +46,9 @@ PREFERENCE = [
     "train_dpo-fsdp2-dp2", "train_dpo-fsdp2-sp2", "train_dpo-z1-dp2", "train_dpo-z3-dp2",
     "train_rm-fsdp2-tp2", "train_rm-z2-dp2", "train_rm-z3-dp2",
 ]  # fmt: skip
-FOUR_BITS = ["z2-dp2", "fsdp2-dp2", "fsdp2-sp2"]
 RESUMED = ["fsdp2-dp2", "fsdp2-tp2", "z1-dp2", "z2-dp2", "z3-dp2"]
 if not FULL:  # one of each kind on each backend
     SFT = ["fsdp2-tp2", "fsdp2-dp2", "fsdp2-sp2", "fsdp2-recompute", "z0-dp2", "z2-packed", "z3-dp2"]
-    FOUR_BITS = ["z2-dp2", "fsdp2-sp2"]
     BF16 = ["fsdp2-dp2", "z3-dp2"]
     PREFERENCE = ["train_dpo-fsdp2-dp2", "train_dpo-z3-dp2", "train_rm-fsdp2-tp2", "train_rm-z3-dp2"]
     RESUMED = ["fsdp2-dp2", "z3-dp2"]
@@ -295,24 +293,6 @@ def test_a_checkpoint_holds_the_adapter_and_its_optimizer_state_only(resumed, na
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["r"] == 8
 
 
-# --- 4 bits
-
-
-@pytest.mark.parametrize("name", FOUR_BITS)
-def test_qlora_equals_the_plain_loop_of_peft_or_names_the_extra(tmp_path, shared_data, name):
-    more = ["--load_in_4bit", "--max_steps", "3", "--device", "cpu", "--eval_steps", "1"]
-    more += ["--eval_dataset", f"{shared_data}/gsm8k/train.jsonl"]  # a pass in eval mode changes no weight
-    if importlib.util.find_spec("bitsandbytes") is None:
-        line = sft_line(name, tmp_path, shared_data, *more)
-        with pytest.raises(UserError, match=r"--load_in_4bit: bitsandbytes is not installed .allowed: pip install"):
-            check_sft(line)
-        return
-    train_many(2, [sft_line(name, tmp_path, shared_data, *more)], tmp_path, timeout=600)
-    run_reference("reference.py", sft_line("reference", tmp_path, shared_data, *more))
-    assert_same_steps(tmp_path / name, tmp_path / "reference", 1e-5, 1e-4)
-    assert_same_tensors(tmp_path / name, tmp_path / "reference", "weights_final", 1e-4)
-
-
 # --- what is refused
 
 
@@ -335,6 +315,17 @@ def test_flags_that_cannot_work_are_refused(given, where):
     with pytest.raises(UserError, match=where):
         args = from_flat(SFTArguments, {"pretrain": "m", "dataset": "d", **given})
         check_flags("train_sft", args, ())
+
+
+def test_four_bits_without_their_package_are_refused(tmp_path, shared_data, monkeypatch):
+    line = sft_line("fsdp2-dp2", tmp_path, shared_data, "--load_in_4bit")
+    find = importlib.util.find_spec
+    absent = {"bitsandbytes": None}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: absent[name] if name in absent else find(name, *of)
+    )
+    with pytest.raises(UserError, match=r"--load_in_4bit: bitsandbytes is not installed .allowed: pip install"):
+        check_sft(line)
 
 
 def test_all_linear_is_every_linear_layer_but_the_head(shared_data):
@@ -360,7 +351,6 @@ def test_all_linear_is_every_linear_layer_but_the_head(shared_data):
             ["--backend", "fsdp2", "--tensor_parallel_size", "2", "--sequence_parallel"],
             "error: --lora_rank 8 with --seq",
         ),
-        (["--backend", "fsdp2", "--load_in_4bit"], "error: --load_in_4bit"),
         (
             ["--backend", "fsdp2", "--target_modules", "w_proj"],
             "error: --target_modules: no layer is named w_proj (allo",

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from launch import ROOT, read_steps, torchrun, train_many
+from launch import APART, ROOT, read_steps, torchrun, train_many
 from tiny_models import make_model
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
@@ -21,7 +21,7 @@ from trainer.models.layers.float8 import use_float8
 from trainer.models.lora import default_targets
 
 CPU = torch.device("cpu")
-PATH = [str(ROOT / ".venv/apart"), *sys.path]  # where setup_env.sh installs torchao
+PATH = [str(APART), *sys.path]
 pytestmark = pytest.mark.skipif(
     not importlib.machinery.PathFinder.find_spec("torchao", PATH), reason="torchao is not installed"
 )
