@@ -31,7 +31,7 @@ class FakeServer:
     ):
         """`seconds` of a response are a number, or a function of its seed. It ends by itself at `ends_after` tokens."""
         self.checksum, self.dtype, self.workers, self._seconds = "", dtype, workers, seconds
-        self._ends_after = ends_after
+        self._ends_after, self.refusal = ends_after, ""  # why the last worker takes no weights
         self._aborts, self._id = threading.Condition(), secrets.token_hex(8)
         self._dies_after, self._gone, self._back_at, self._lock = dies_after, gone, 0.0, threading.Lock()
         self.asked: list[tuple[tuple[int, ...], int]] = []  # prompt and seed of each request that was answered
@@ -95,15 +95,17 @@ class FakeServer:
             came, kept = Checksum(), self.kept[worker] if keeps else None
             for name, tensor in WeightStream(host, port, 1 + worker, 1 + self.workers, token).received(kept):
                 came.add(name, tensor)
-            found[worker] = came.hexdigest()
+            found[worker] = {"checksum": came.hexdigest(), "bytes": 0}
+            if self.refusal and worker == self.workers - 1:
+                found[worker] = {"refused": self.refusal}
 
         threads = [threading.Thread(target=receive, args=(worker,), daemon=True) for worker in range(self.workers)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        self.checksum, self.syncs = found[0], self.syncs + 1
-        return [{"checksum": checksum, "bytes": 0} for checksum in found]
+        self.checksum, self.syncs = "" if self.refusal else found[0]["checksum"], self.syncs + 1
+        return found
 
     @staticmethod
     def _likely(sampled: int, params: dict) -> list[dict]:

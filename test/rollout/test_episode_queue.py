@@ -28,6 +28,7 @@ from trainer.planning.plan_engines import message_bytes
 from trainer.planning.plan_memory import sizes_of
 from trainer.rollout.asynchronous import Pace
 from trainer.rollout.engines import servers as server_engines
+from trainer.rollout.engines import sync
 from trainer.rollout.engines.on_vllm.vllm_server import VLLMServerEngine, _kept
 from trainer.rollout.engines.routing import Homes, Router, send_to_each
 from trainer.rollout.engines.sampling import Sampling
@@ -252,6 +253,38 @@ def test_a_refusal_of_one_server_is_no_refusal_of_all(world, monkeypatch):
     with pytest.raises(UserError, match="status 403 no such method") as error:
         engine.generate([[1]], SAMPLING, [1])
     assert not isinstance(error.value, LostServer), "nobody waits for it"
+
+
+REFUSAL = "vllm, which keeps w in a form that cannot be checked"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_server_that_refuses_the_weights_is_no_lost_one(world, monkeypatch, at_once):
+    """It is told at once, also of one of several workers and servers. The other servers and ranks get all tensors."""
+    monkeypatch.setitem(limits._raised, "engine_wait_s", 1)
+    bad, good, taken = FakeServer(workers=2), FakeServer(), []
+    engine, right, bad.refusal = engine_of(bad, good), bad.answer, REFUSAL
+
+    def answer(path: str, body: dict):
+        is_sync = body.get("method") == "receive_trainer_weights"
+        return {"results": [{"refused": REFUSAL}] * 2} if at_once and is_sync else right(path, body)
+
+    def params(*_, **__):
+        for number in range(3):
+            taken.append(number)
+            yield f"w{number}", torch.arange(6.0)
+
+    bad.answer = answer
+    strategy = SimpleNamespace(iter_full_params=params, print=print)
+    roles = SimpleNamespace(engine=engine, synced_step=None)
+    with pytest.raises(UserError, match=f"--engine_urls: {bad.url} refuses the weights: {REFUSAL}") as error:
+        patiently(lambda: sync.sync_weights(strategy, torch.nn.Linear(1, 1), engine), strategy, roles)
+    assert not isinstance(error.value, LostServer), "nobody waits for it"
+    assert taken == [0, 1, 2] and good.checksum and not bad.checksum
+    problem = UserError("--engine_urls", "another rank's server")
+    monkeypatch.setattr(sync, "gather_objects", lambda mine: [mine, ("", problem)])
+    with pytest.raises(UserError, match="another rank's server"):
+        sync.sync_weights(strategy, torch.nn.Linear(1, 1), engine_of(good))
 
 
 def weights_of(*_, **__):

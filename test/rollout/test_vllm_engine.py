@@ -4,9 +4,12 @@ The tests run if vLLM is installed. test/run_vllm_tests.sh makes an environment 
 """
 
 import importlib.util
+import json
 import math
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from trainer.rollout.engines.hf import HFEngine
 from trainer.rollout.engines.on_vllm.vllm import VLLMEngine
 from trainer.rollout.engines.on_vllm.vllm_weights import weight_parts
 from trainer.rollout.engines.sampling import Sampling, sample_seed
+from trainer.rollout.engines.weight_stream import Update, WeightStream
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [11], [30, 31, 32, 33]]
@@ -302,6 +306,42 @@ def test_weights_that_do_not_arrive_are_noticed(engines):
     with pytest.raises(UserError, match=r"--rollout_engine: vllm, which keeps model\.experts"):
         engine.update_weights({"model.experts.weight": torch.zeros(2)}.items())
     engine.update_weights(tensors.items())
+
+
+def received(model, tensors) -> dict:
+    """What a worker of a server answers to these tensors, which come over a stream."""
+    from trainer.rollout.engines.on_vllm.vllm_worker import WeightReceiver  # it imports vLLM
+
+    torch.compiler.set_stance("default")
+    stream, worker = WeightStream("127.0.0.1", 0, 0, 2), WeightReceiver()
+    worker.rank, worker.device, worker.model_runner = 0, CPU, SimpleNamespace(get_model=lambda: model)
+    worker.model_config, worker.parallel_config = SimpleNamespace(dtype=torch.float32), SimpleNamespace(world_size=1)
+    with ThreadPoolExecutor(1) as pool:
+        updates = (Update(name, tensor.contiguous()) for name, tensor in tensors)
+        sent = pool.submit(stream.send, updates, lambda: None)
+        found = worker.receive_trainer_weights(json.dumps(["127.0.0.1", stream.port, stream.token, False]))
+        assert sent.result() > 0, "the sender comes to its end"
+    assert worker.trainer_checksum == found.get("checksum", "")
+    return found
+
+
+def test_a_worker_says_why_it_takes_no_weights(engines):
+    engine, _, model, _ = engines
+    tensors = dict(stored(model))
+
+    def wrong(**changes) -> str:
+        [found] = engine._llm.apply_model(lambda inside: received(inside, (tensors | changes).items()))
+        return found["refused"]
+
+    assert wrong(**{"model.experts.weight": torch.zeros(2)}).startswith(
+        "vllm, which keeps model.experts.weight in a form"
+    )
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert f" of {name}, and [7, 9] came" in wrong(**{name: torch.zeros(7, 9)})
+    missing = {name: tensors.pop(name)}
+    assert wrong() == "the rollout engine's weights are not the weights that were sent to it"
+    [found] = engine._llm.apply_model(lambda inside: received(inside, (tensors | missing).items()))
+    assert found["checksum"] == engine.update_weights((tensors | missing).items())[0]
 
 
 # --- train_ppo

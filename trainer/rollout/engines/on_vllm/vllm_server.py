@@ -33,6 +33,8 @@ from trainer.rollout.engines.servers import (
 )
 from trainer.rollout.engines.weight_stream import LastSync, Update, WeightStream
 
+REFUSAL = 400  # characters of a server's reason that are shown
+
 
 class VLLMServerEngine(ServerEngine):
     """`ServerEngine` for servers of `serve_engine`."""
@@ -52,8 +54,8 @@ class VLLMServerEngine(ServerEngine):
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
         """Send (name, full tensor) pairs to this rank's servers, one at a time. Returns (checksum, bytes) of the tensors.
 
-        A server that is gone is left out. Raises RuntimeError if a server does not then hold, bit for bit, the tensors
-        that were sent.
+        A server that is gone is left out. Raises UserError if a server refuses the weights, and RuntimeError if one does not
+        then hold, bit for bit, the tensors that were sent. All tensors are taken before.
         """
         came, num_bytes, num_values, num_changed = Checksum(), 0, 0, 0
         before = self._forget()
@@ -70,7 +72,7 @@ class VLLMServerEngine(ServerEngine):
                 num_changed += value.numel() if update.changed is None else len(update.changed)
                 yield update
 
-        source, held = watched(), []
+        source, held, refusals = watched(), [], []
         sends = [functools.partial(self._send, url, before) for url in self.own]
         self.sync_facts = {"sync_sent_bytes": 0}
         for url, sent in zip(self.own, send_to_each(source, sends)):
@@ -79,10 +81,14 @@ class VLLMServerEngine(ServerEngine):
                 held += [result["checksum"] for result in results]
                 self.sync_facts["sync_sent_bytes"] += sent_bytes
                 self._note_back(url)
-            except UserError as error:
+            except LostServer as error:
                 self._note_gone(url, error)
+            except UserError as error:
+                refusals.append(error)
         for _ in source:  # gathering a tensor needs all ranks
             pass
+        if refusals:
+            raise refusals[0]  # waiting helps nothing
         self._checksum = came.hexdigest()
         if any(checksum != self._checksum for checksum in held):
             raise RuntimeError("the rollout engine's weights are not the weights that were sent to it")
@@ -91,8 +97,9 @@ class VLLMServerEngine(ServerEngine):
         return self._checksum, num_bytes
 
     def _send(self, url: str, before: str, updates: Iterator[Update]) -> tuple[list[dict], int]:
-        """Send to one server. Returns what its workers report that they hold then, and the bytes. Raises LostServer.
+        """Send to one server. Returns what its workers report that they hold then, and the bytes.
 
+        Raises LostServer, and UserError if the server says why it does not take the weights.
         It gets whole tensors unless all its workers have the weights of the last update, with the checksum `before`.
         """
         workers = self._facts(url)
@@ -107,13 +114,15 @@ class VLLMServerEngine(ServerEngine):
 
             def still_to_come() -> None:
                 if received.done():  # it has failed, or says that it is done before anything was sent
-                    received.result()
+                    _raise_refusal(url, received.result())
                     raise LostServer(FLAG, f"{url}: an answer of a wrong form, before the weights were sent")
 
             try:
                 sent = stream.send(updates, while_waiting=still_to_come)
             except ConnectionError as error:
-                raise received.exception() or LostServer(FLAG, f"{url}: {error}") from None
+                _raise_refusal(url, received.result())
+                raise LostServer(FLAG, f"{url}: {error}") from None
+            _raise_refusal(url, received.result())
             return _results(url, received.result(), lambda result: isinstance(result.get("checksum"), str)), sent
 
     def _complete(self, url: str, sampling: Sampling, prompt: Sequence[int], seed: Optional[int], limit: int):
@@ -158,6 +167,14 @@ def _results(url: str, answer: Any, is_right: Callable[[dict], bool]) -> list[di
     if not (isinstance(results, list) and results and all(isinstance(one, dict) and is_right(one) for one in results)):
         raise LostServer(FLAG, f"{url}: an answer of a wrong form", "a running server of serve_engine")
     return results
+
+
+def _raise_refusal(url: str, answer: Any) -> None:
+    """Raise UserError if a worker of a server says why it does not take the weights."""
+    results = answer.get("results") if isinstance(answer, dict) else None
+    for result in results if isinstance(results, list) else ():
+        if isinstance(result, dict) and isinstance(why := result.get("refused"), str):
+            raise UserError(FLAG, f"{url} refuses the weights: {why[:REFUSAL]}", "a server of the model that trains")
 
 
 def _is_facts(facts: dict) -> bool:

@@ -6,22 +6,26 @@ import torch
 import torch.distributed as dist
 
 from trainer.distributed.weight_slices import Box, Slices
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line
 from trainer.rollout.engines.checksum import Checksum, slice_sum
 from trainer.rollout.engines.on_vllm.vllm_experts import experts_part, pack_experts
+
+
+class WrongWeights(RuntimeError):
+    """The engine holds other bits than those that came."""
 
 
 @torch.no_grad()
 def load_checked(model, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> tuple[str, int]:
     """Load the full tensors by vLLM's own loader, which fuses, slices and copies. Returns their (checksum, bytes).
 
-    Raises RuntimeError if vLLM does not then hold, bit for bit, the tensors that came.
+    Raises UserError if vLLM has no place for a tensor, and WrongWeights if it does not then hold, bit for bit, what came.
     """
     parts = weight_parts(model)
-    full, came, num_bytes = Checksum(), Checksum(), 0
+    full, came, num_bytes, loading = Checksum(), Checksum(), 0, ""
 
     def watched() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal num_bytes
+        nonlocal num_bytes, loading
         for name, tensor in tensors:
             place = place_of(model, parts, name)
             if place not in parts:
@@ -29,22 +33,34 @@ def load_checked(model, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torc
             value = tensor.to(dtype) if tensor.is_floating_point() else tensor
             num_bytes += value.nbytes
             full.add(name, value)
-            came.add(place, parts[place].cut(value))
+            cut, room = parts[place].cut(value), parts[place].held()
+            if cut.numel() != room.numel():
+                found = f"vllm, which has room for {list(room.shape)} of {name}, and {list(cut.shape)} came"
+                raise UserError("--rollout_engine", found, "a model of the same sizes")
+            came.add(place, cut)
+            loading = name
             yield name, value
+            loading = ""
 
-    model.load_weights(watched())
+    try:
+        model.load_weights(watched())
+    except (AssertionError, KeyError, ValueError) as error:
+        if not loading:  # not of vLLM's loader
+            raise
+        found = f"vllm, whose loader does not take {loading}: {type(error).__name__} {one_line(error)}"
+        raise UserError("--rollout_engine", found, "hf") from None
     _check_held(parts, came)
     pack_experts(model)
     return full.hexdigest(), num_bytes
 
 
 def _check_held(parts: dict, came: Checksum) -> None:
-    """Raise RuntimeError if `parts` hold other bits than the tensors that `came` was made from."""
+    """Raise WrongWeights if `parts` hold other bits than the tensors that `came` was made from."""
     held = Checksum()
     for name, part in parts.items():
         held.add(name, part.held())
     if came.hexdigest() != held.hexdigest():
-        raise RuntimeError("the rollout engine's weights are not the weights that were sent to it")
+        raise WrongWeights("the rollout engine's weights are not the weights that were sent to it")
 
 
 @torch.no_grad()

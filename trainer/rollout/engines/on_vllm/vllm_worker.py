@@ -12,6 +12,7 @@ from typing import Optional
 import torch
 from vllm.platforms import current_platform
 
+from trainer.errors import UserError
 from trainer.rollout.engines.on_vllm.vllm_cpu import (
     check_drafts_by_their_own_settings,
     communicate_by_gloo,
@@ -19,7 +20,7 @@ from trainer.rollout.engines.on_vllm.vllm_cpu import (
     use_plain_embeddings,
 )
 from trainer.rollout.engines.on_vllm.vllm_experts import check_experts
-from trainer.rollout.engines.on_vllm.vllm_weights import load_checked
+from trainer.rollout.engines.on_vllm.vllm_weights import WrongWeights, load_checked
 from trainer.rollout.engines.weight_stream import WeightStream
 
 
@@ -39,20 +40,23 @@ class WeightReceiver:
     def receive_trainer_weights(self, source: str) -> dict:
         """Load the tensors of a stream. `source` is JSON of its host, port and token, and whether to keep the tensors.
 
-        Returns {"checksum", "bytes"}.
-
-        Raises RuntimeError if the engine does not then hold, bit for bit, the tensors that came.
+        Returns {"checksum", "bytes"}, or {"refused": why} if it cannot hold these tensors.
         """
         host, port, token, keeps = json.loads(source)
         model = self.model_runner.get_model()
-        if self.device.type == "cpu":
-            use_plain_embeddings(model)
-            check_experts(model)
         size, self.trainer_checksum = 1 + self.parallel_config.world_size, ""
         stream = WeightStream(host, port, 1 + self.rank, size, token)
         self.trainer_weights = (self.trainer_weights or {}) if keeps else None
         tensors = stream.received(self.trainer_weights)
-        checksum, num_bytes = load_checked(model, tensors, self.model_config.dtype)
+        try:
+            if self.device.type == "cpu":
+                use_plain_embeddings(model)
+                check_experts(model)
+            checksum, num_bytes = load_checked(model, tensors, self.model_config.dtype)
+        except (UserError, WrongWeights) as error:
+            for _ in tensors:  # the sender and the other workers go on to the end
+                pass
+            return {"refused": error.found if isinstance(error, UserError) else str(error)}
         self.trainer_checksum = checksum
         return {"checksum": checksum, "bytes": num_bytes}
 
