@@ -255,7 +255,8 @@ def features(machine: Machine, until: float) -> Iterator[Row]:
             continue
         folder = machine.scratch / f"features-{number}"
         words = [f"trainer.cli.{feature.command}", "--pretrain", str(demo / "model"), "--no_save", "--max_steps", "4"]
-        words += ["--dataset", str(demo / feature.data), "--train_batch_size", "16", "--micro_train_batch_size", "4"]
+        words += ["--dataset", str(demo / feature.data), "--train_batch_size", "16"]
+        words += [] if "--max_tokens_per_micro_batch" in feature.flags else ["--micro_train_batch_size", "4"]
         words += [*(("--max_len", "128") if feature.command != "train_ppo" else ()), "--device", machine.device]
         error, _ = machine.launch(folder.name, 1, [*words, *feature.flags.split(), "--output_dir", str(folder)], until)
         rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if not error else ()

@@ -164,6 +164,7 @@ sft --pretrain demo/model --dataset keys.jsonl --output_dir out --pretrain_mode 
 @sft --attn_implementation eager --packing_samples
 @sft --activation_offload
 @sft --gradient_checkpointing --selective_checkpointing
+@sft --max_tokens_per_micro_batch 64
 @sft --lora_rank 0
 @sft --lora_alpha 4
 @sft --lora_rank 4 --target_modules nothing

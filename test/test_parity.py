@@ -51,14 +51,16 @@ def command_line(name: str, folder, data) -> list[str]:
     for backend, backend_flags in BACKENDS.items():
         if name.startswith(backend):
             flags += backend_flags
-    flags += ["--micro_train_batch_size", "1" if "mb1" in name else "2" if shuffled else "4"]
+    if name == "fsdp2-1r-shuffled":
+        flags += ["--max_tokens_per_micro_batch", "600"]
+    else:
+        flags += ["--micro_train_batch_size", "1" if "mb1" in name else "2" if shuffled else "4"]
     flags += ["--packing_samples"] if "-packed" in name else []
     flags += ["--reduce_once"] if "-once" in name else []
     flags += ["--compile"] if "-compiled" in name else []
     flags += ["--selective_checkpointing"] if "-selective" in name else []
     for library in ("mkl", "onednn"):  # of the others the processor decides
         flags += ["--cpu_matmul", library] if name.endswith(library) else []
-    flags += ["--max_tokens_per_micro_batch", "600"] if name == "fsdp2-1r-shuffled" else []
     return [*flags, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
 
 

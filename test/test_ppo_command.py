@@ -38,7 +38,8 @@ def flags(folder, name: str, *more: str) -> list[str]:
     line = ["--pretrain", f"{folder}/demo/model", "--dataset", f"{folder}/demo/prompts.jsonl", "--label_key", "label"]
     line += ["--reward_func", f"{folder}/dense.py", "--param_dtype", "fp32", "--max_samples", "24", "--no_save"]
     line += [*SHORT_ROLLOUTS, "--learning_rate", "1e-3"]
-    line += ["--n_samples_per_prompt", "2", "--train_batch_size", "4", "--micro_train_batch_size", "2"]
+    line += ["--n_samples_per_prompt", "2", "--train_batch_size", "4"]
+    line += [] if "--max_tokens_per_micro_batch" in more else ["--micro_train_batch_size", "2"]
     return [*line, "--output_dir", str(folder / name), *more]
 
 

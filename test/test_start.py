@@ -300,6 +300,21 @@ def test_micro_batches_follow_a_small_batch_and_are_named(samples, ranks, given,
         check_flags("train_sft", from_flat(COMMANDS["train_sft"], {**flags, "limits": ["nonsense=3"]}), ("eval_loss",))
 
 
+def test_tokens_or_samples_say_how_large_a_micro_batch_is():
+    """Only a given number of samples is refused, also when the checks are made again: config.yaml then has no other."""
+    flags = {"pretrain": "m", "dataset": "d", "max_tokens_per_micro_batch": 600}
+    for command in ("train_sft", "train_ppo"):
+        more = {"reward_func": "math", "rollout_batch_size": 128} if command == "train_ppo" else {}
+        args = from_flat(COMMANDS[command], {**flags, **more})
+        for _ in range(2):
+            check_flags(command, args, ("eval_loss",) if not more else ("eval_reward",))
+            assert args.batch.micro_train_batch_size is None
+        assert "in a forward pass" not in start_line(command, args, None)
+        both = from_flat(COMMANDS[command], {**flags, **more, "micro_train_batch_size": 8})
+        with pytest.raises(UserError, match="--micro_train_batch_size 8 with --max_tokens_per_micro_batch: both say"):
+            check_flags(command, both, ("eval_loss",))
+
+
 def test_a_closed_folder_and_a_file_without_a_flag_are_refused_before_torch(tmp_path, monkeypatch):
     closed, files = tmp_path / "closed", {"dataset": str(tmp_path / "data.jsonl"), "pretrain": str(tmp_path)}
     closed.mkdir()

@@ -76,11 +76,12 @@ def contenders(job: str, steps: int, folder: Path, data: Path, max_ranks: int) -
         size, micro, tokens = (8, 4, 1024) if job == "real" else (64, 16, 8192)
         flags += ["--max_len", "1024", "--train_batch_size", str(size)]
         packed = ["--packing_samples", "--max_tokens_per_micro_batch", str(tokens)]
-    ours = [*flags, "--max_steps", str(steps), "--micro_train_batch_size", str(micro), *packed]
+    ours = [*flags, "--max_steps", str(steps), *(packed or ["--micro_train_batch_size", str(micro)])]
     own = {
         f"train_sft {name}": [sys.executable, "-m", "trainer.cli.train_sft", *ours, *b] for name, b in BACKENDS.items()
     }
-    ours[ours.index("--micro_train_batch_size") + 1] = str(micro // 2)
+    if not packed:
+        ours[ours.index("--micro_train_batch_size") + 1] = str(micro // 2)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "trainer.cli.train_sft"]
     two = {f"train_sft {name}, 2 ranks": [sys.executable, *torchrun, *ours, *b] for name, b in BACKENDS.items()}
     others = {"plain loop": ("plain_loop.py", []), "TRL SFTTrainer": ("trl_loop.py", [])}

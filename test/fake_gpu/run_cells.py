@@ -115,6 +115,8 @@ def flags_of(cell, folder, gpu):
     if not cell.save or not gpu:
         flags += " --no_save"
     flags += f" --backend {cell.backend} {cell.layout} --device cuda" if gpu else " --backend fsdp2 --device cpu"
+    if "--max_tokens_per_micro_batch" in flags:  # in place of the samples of a micro-batch
+        flags = flags.replace("--micro_train_batch_size 4 ", "")
     for name in ("model", "experts", "hybrid", "sft.jsonl", "pairs.jsonl", "prompts.jsonl"):
         flags = flags.replace(f" {name} ", f" {folder}/{name} ")
     return flags.replace("ROLLOUTS", f"{folder}/rollouts/rollouts.jsonl").split()

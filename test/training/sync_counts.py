@@ -29,27 +29,30 @@ WAITS = {
     "repeat_interleave",
 }
 HOST = ("host_bounds",)  # reads what the loader keeps in host memory
-SFT = ("--max_len", "64", "--train_batch_size", "8", "--micro_train_batch_size", "2")
+TWO = ("--micro_train_batch_size", "2")
+BY_TOKENS = ("--max_len", "64", "--train_batch_size", "8")
+SFT = (*BY_TOKENS, *TWO)
 ZERO_0, ZERO_2 = (("--backend", "deepspeed", "--zero_stage", stage) for stage in ("0", "2"))
-PPO = (
+PPO_BY_TOKENS = (
     "--label_key", "label", "--reward_func", "exact_match", "--prompt_max_len", "64", "--generate_max_len", "8",
-    "--rollout_batch_size", "8", "--n_samples_per_prompt", "2", "--train_batch_size", "16", "--micro_train_batch_size", "2",
+    "--rollout_batch_size", "8", "--n_samples_per_prompt", "2", "--train_batch_size", "16",
     "--advantage_estimator", "gae", "--use_kl_loss", "--kl_estimator", "k3", "--init_kl_coef", "0.1", "--top_p", "0.9",
     "--entropy_loss_coef", "0.01",
 )  # fmt: skip
+PPO = (*PPO_BY_TOKENS, *TWO)
 PACKED, RECOMPUTED = ("--packing_samples", "--max_tokens_per_micro_batch", "64"), ("--gradient_checkpointing",)
 RUNS = {
     "padded": (train_sft, SFT),
     "padded_zero_0": (train_sft, (*SFT, *ZERO_0)),
     "padded_zero_2": (train_sft, (*SFT, *ZERO_2)),
-    "packed": (train_sft, (*SFT, *PACKED, *RECOMPUTED)),
-    "packed_zero_2": (train_sft, (*SFT, *PACKED, *ZERO_2)),
+    "packed": (train_sft, (*BY_TOKENS, *PACKED, *RECOMPUTED)),
+    "packed_zero_2": (train_sft, (*BY_TOKENS, *PACKED, *ZERO_2)),
     "dpo": (train_dpo, SFT),
     "dpo_zero_2": (train_dpo, (*SFT, *ZERO_2)),
-    "dpo_packed": (train_dpo, (*SFT, *PACKED)),
+    "dpo_packed": (train_dpo, (*BY_TOKENS, *PACKED)),
     "ppo": (train_ppo, PPO),
     "ppo_zero_2": (train_ppo, (*PPO, *ZERO_2)),
-    "ppo_packed": (train_ppo, (*PPO, "--packing_samples", "--max_tokens_per_micro_batch", "72")),
+    "ppo_packed": (train_ppo, (*PPO_BY_TOKENS, "--packing_samples", "--max_tokens_per_micro_batch", "72")),
 }
 DATA = {train_sft: "sft.jsonl", train_dpo: "pairs.jsonl", train_ppo: "prompts.jsonl"}
 CHUNKS = {"": 2**27, "_by_linear_loss": 2**14}  # bytes of fp32 logits at a time: all of them, or a few rows

@@ -46,6 +46,8 @@ SHARED_RULES = (
     Rule("activation_offload", lambda f: f.on_cpu, "on the CPU", "activations are already in host memory", REMOVE),
     Rule("gradient_checkpointing", lambda f: f.selective_checkpointing, "with --selective_checkpointing",
          "both say what the backward pass recomputes", ONE),
+    Rule("micro_train_batch_size", lambda f: f.max_tokens_per_micro_batch, "with --max_tokens_per_micro_batch",
+         "both say how large a micro-batch is", ONE),
     Rule("cpu_matmul", lambda f: f.on_gpu, "on a GPU", "it chooses the CPU's matrix products",
          "Add --device cpu, or remove the flag."),
     Rule("attn_implementation", lambda f: f.packing_samples, "with --packing_samples",

@@ -148,7 +148,7 @@ def check_adapter(flags: LoraArguments) -> None:
 def check_layout(args) -> None:
     """Raise UserError for flags that the backend refuses, or that do not fit the number of ranks.
 
-    Sets --micro_train_batch_size if no flag did.
+    Sets --micro_train_batch_size if no flag said how large a micro-batch is.
     """
     layout, batch, options = args.layout, args.batch, options_of_flags(StrategyOptions, args)
     is_auto = layout.layout == "auto"
@@ -157,7 +157,8 @@ def check_layout(args) -> None:
     sizes, samples = options.mesh_sizes(), batch.train_batch_size  # with auto, dp is all ranks
     if not is_auto:
         check_expert_ranks(layout.expert_parallel_size, sizes)
-    batch.micro_train_batch_size = batch.micro_train_batch_size or default_micro_batch_size(samples, sizes.dp)
+    if not batch.max_tokens_per_micro_batch:
+        batch.micro_train_batch_size = batch.micro_train_batch_size or default_micro_batch_size(samples, sizes.dp)
     if is_auto:
         return
     if layout.exact:  # each sample is a micro-batch, whatever the flags say

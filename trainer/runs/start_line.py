@@ -188,9 +188,10 @@ def start_line(command: str, args, num_parameters: int | None, trains: bool = Tr
     if trains:
         dtype += f", learning rate {args.optimizer.learning_rate:g}"
         by_tokens = batch.max_tokens_per_micro_batch or batch.packing_samples or layout.exact
-        at_once = batch.micro_train_batch_size * axes["dp_replicate"] * axes["dp"]
-        if batch.micro_train_batch_size < MICRO_BATCH_SIZE and at_once < batch.train_batch_size and not by_tokens:
-            samples = f"{batch.micro_train_batch_size} of the {counted(batch.train_batch_size, 'sample')} of a step"
+        micro = batch.micro_train_batch_size or MICRO_BATCH_SIZE
+        at_once = micro * axes["dp_replicate"] * axes["dp"]
+        if micro < MICRO_BATCH_SIZE and at_once < batch.train_batch_size and not by_tokens:
+            samples = f"{micro} of the {counted(batch.train_batch_size, 'sample')} of a step"
             dtype += f", {samples} in a forward pass of a rank"
     folder = args.output.output_dir
     target = f"{folder or 'a new folder in runs/'}{going_on(args.checkpoint, folder) if trains else ''}"

@@ -164,6 +164,9 @@ def _train(configuration: Configuration, run: str, folder: Path, timeout: float)
     if configuration in OWN:
         return OWN[configuration][0](configuration, partial(_flags, folder), folder, timeout)
     flags = [*_flags(folder, run), *configuration.args, *([] if run == SAVED_RUN else ["--no_save"])]
+    if "--max_tokens_per_micro_batch" in flags:  # in place of the samples of a micro-batch
+        at = flags.index("--micro_train_batch_size")
+        del flags[at : at + 2]
 
     return run_ranks(lambda: run_here("train_sft", flags), configuration.nproc, folder / f"{run}.log", timeout)
 

@@ -98,7 +98,7 @@ class GlobalBatchLoader:
     `collate(samples)` makes a micro-batch in one of `num_workers` threads, while earlier batches are used. An empty
     list gives a micro-batch without targets, which adds nothing to the loss. `place` then moves the micro-batch to its
     device. `batch_size` is samples of a global batch, `micro_batch_size` of a micro-batch. `max_tokens` (rows x longest) or
-    `packed_capacity`, in tokens of a micro-batch, take its place. With `with_previous`, each sample has the sample before it
+    `packed_capacity`, in tokens of a micro-batch, takes its place. With `with_previous`, each sample has the sample before it
     in the global batch as `previous`; the first sample has the last one.
     """
 
@@ -108,7 +108,7 @@ class GlobalBatchLoader:
         collate: Callable[[list[dict]], dict],
         *,
         batch_size: int,
-        micro_batch_size: int,
+        micro_batch_size: Optional[int] = None,
         max_tokens: Optional[int] = None,
         packed_capacity: Optional[int] = None,
         seed: int = 0,
