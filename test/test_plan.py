@@ -245,6 +245,7 @@ def test_the_command_and_its_errors(tmp_path):
     CONFIGS["qwen3-8b"].save_pretrained(tmp_path)
     code, output = in_fork("-m", "trainer.cli.plan", str(tmp_path), "--gpus", "8")
     assert code == 0 and "8.19 billion parameters" in output and "--backend fsdp2" in output, output
+    assert "WARNING" not in output
     for model, flags, message in (
         (tmp_path, ["--gpus", "7", "--nodes", "2"], "--gpus: 7 is not a multiple"),
         (tmp_path, ["--gpus", "0"], "--gpus: 0"),
@@ -252,3 +253,32 @@ def test_the_command_and_its_errors(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             plan.run([str(model), *flags])
+
+
+def test_samples_beyond_the_positions_of_a_model_are_refused_or_warned_about(tmp_path, capsys):
+    """As in training: learned positions end, rotary ones go on untrained, and a rollout needs positions for all tokens."""
+    sizes = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    llama = transformers.LlamaConfig(**sizes, num_hidden_layers=2, max_position_embeddings=1024)
+    learned = transformers.GPT2Config(vocab_size=600, n_embd=64, n_layer=2, n_head=4)  # 1024 positions
+    scaled = transformers.LlamaConfig(
+        **sizes, num_hidden_layers=2, max_position_embeddings=1024,
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    )  # fmt: skip
+    for name, config in (("rotary", llama), ("learned", learned), ("scaled", scaled)):
+        config.save_pretrained(tmp_path / name)
+    found = "999999 tokens, more than the model's 1024 positions"
+    with pytest.raises(UserError, match=rf"--max_len: {found} \(allowed: up to 1024\)"):
+        plan.run([f"{tmp_path}/learned", "--gpus", "1", "--max_len", "999999"])
+    for name, length, warns in (
+        ("rotary", 999999, True),
+        ("rotary", 1024, False),
+        ("learned", 1024, False),
+        ("scaled", 4096, False),
+    ):
+        plan.run([f"{tmp_path}/{name}", "--gpus", "1", "--max_len", str(length)])
+        output = capsys.readouterr().out
+        assert ("WARNING: --max_len: " in output) == warns and "layouts fit" in output, (name, length)
+        assert not warns or output.startswith(f"WARNING: --max_len: {found}")
+    for name in ("rotary", "learned"):
+        with pytest.raises(UserError, match="--max_len: 1025 tokens of a prompt and its response, more than"):
+            plan.run([f"{tmp_path}/{name}", "--gpus", "1", "--max_len", "1025", "--rollout_engine", "hf"])

@@ -13,6 +13,7 @@ from typing import Optional
 from trainer.entry import run_command
 from trainer.errors import UserError
 from trainer.help_texts import ReadingParser
+from trainer.metrics import counted
 from trainer.model_folders.folder_names import only_on_hub
 from trainer.planning import plan_inputs as inputs
 from trainer.planning.idle_share import Lengths
@@ -132,9 +133,39 @@ def run(argv: list[str]) -> None:
     name, *rest = parse(argv)
     if not os.path.exists(name):
         only_on_hub(name, "MODEL")
-    from trainer.planning.layout_plan import meta_model, report  # not at the top: torch is not needed for --help
+    # not at the top: torch is not needed for --help
+    from trainer.models.model_bounds import bounds_of
+    from trainer.planning.layout_plan import meta_model, report
 
-    print(report(meta_model(name), name, *rest))
+    model = meta_model(name)
+    machine, gpu_memory, work, rollouts = rest
+    text = model.config.get_text_config()
+    if rollouts:
+        check_rollout_length(work.max_len, getattr(text, "max_position_embeddings", None))
+    for warning in check_length(work.max_len, bounds_of(name, trust_remote_code=False)):
+        print(warning)
+    print(report(model, name, machine, gpu_memory, work, rollouts))
+
+
+def check_length(max_len: int, bounds) -> list[str]:
+    """The warning for samples beyond rotary positions, in which `train_sft` trains, too. `bounds` are those of the model.
+
+    Raises:
+        UserError: they are beyond learned positions.
+    """
+    if bounds.positions is None or max_len <= bounds.positions:
+        return []
+    found = f"{counted(max_len, 'token')}, more than the model's {counted(bounds.positions, 'position')}"
+    if bounds.learned:
+        raise UserError("--max_len", found, f"up to {bounds.positions}")
+    return [f"WARNING: --max_len: {found}; the model has not learned the last ones, if a row is as long"]
+
+
+def check_rollout_length(max_len: int, positions: Optional[int]) -> None:
+    """Raise UserError for prompts with responses beyond the positions of the model, as `train_ppo` does."""
+    if positions and max_len > positions:
+        found = f"{max_len} tokens of a prompt and its response, more than the model's {counted(positions, 'position')}"
+        raise UserError("--max_len", found, f"up to {positions}")
 
 
 def main() -> None:
