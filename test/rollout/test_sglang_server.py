@@ -83,12 +83,14 @@ def stub_of(folder, **options) -> SGLangStub:
 def runs(folder):
     stubs = {"two": [stub_of(folder), stub_of(folder, dies_after=4, gone=0.2)]}
     stubs |= {name: [stub_of(folder)] for name in ("cut", "ahead", "env")}
+    stubs["both_ahead"] = [stub_of(folder), stub_of(folder)]
     ahead = ["--max_staleness", "1", "--partial_rollouts", "--tis_cap", "2", "--max_logprob_diff", "10"]
     lines = [
         line_of(folder, "hf", []),
         line_of(folder, "two", stubs["two"], "--sync_folder", str(folder / "shared")),
         line_of(folder, "cut", stubs["cut"], "--top_k", "5", "--top_p", "0.9", "--lora_rank", "4"),
         line_of(folder, "ahead", stubs["ahead"], *ahead),
+        line_of(folder, "both_ahead", stubs["both_ahead"], *ahead, "--sync_folder", str(folder / "shared_ahead")),
         line_of(folder, "env", stubs["env"], "--env", f"{folder}/talker.py"),
     ]
     return stubs, train_many(2, lines, folder, timeout=250)
@@ -112,6 +114,19 @@ def test_samples_and_losses_are_those_of_the_hf_engine_also_after_syncs(runs, fo
         assert len(stub.updates) >= STEPS and len({update["weight_version"] for update in stub.updates}) >= STEPS
         assert all(str(folder / "shared") in update["model_path"] for update in stub.updates)
     assert not list((folder / "shared").iterdir()), "the weights are removed at the end"
+
+
+@pytest.mark.parametrize(("name", "place"), [("two", "shared"), ("both_ahead", "shared_ahead")])
+def test_the_ranks_of_a_machine_write_each_version_once(runs, folder, name, place):
+    """Each of the two ranks has a server. Both servers read the same folder."""
+    stubs, _ = runs
+    places = {}
+    for update in (update for stub in stubs[name] for update in stub.updates):
+        places.setdefault(update["weight_version"], set()).add(update["model_path"])
+    assert len(places) >= STEPS and all(stub.updates for stub in stubs[name])
+    assert all(paths == {f"{folder}/{place}/{Path(*paths).parent.name}/{one}"} for one, paths in places.items()), places
+    assert len({Path(path).parent for paths in places.values() for path in paths}) == 1
+    assert not list((folder / place).iterdir())
 
 
 @pytest.mark.parametrize("name", ["cut", "env"])

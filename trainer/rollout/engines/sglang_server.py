@@ -1,14 +1,15 @@
 """SGLang servers, see `ServerEngine`. Requests go to `/generate`, and weights through a folder that both sides see.
 
-A rank with servers writes the weights as safetensors, under published names, and its servers read them. The checksum of the
-weights is the `weight_version` of the servers. Every answer names it. No server tells which bits it holds. So whether the
-weights arrived as they are is shown by the log-probs of the answers only: see --max_logprob_diff.
+One rank of a machine writes the weights as safetensors, under published names, and the servers of all its ranks read them. In
+lock step, this is the first rank. With --max_staleness, it is the first that comes. The checksum of the weights is the
+`weight_version` of the servers. Every answer names it. No server tells which bits it holds. So whether the weights arrived as
+they are is shown by the log-probs of the answers only: see --max_logprob_diff.
 
 The forms are those of SGLang 0.5.23, `srt/managers/io_struct.py` and `srt/sampling/sampling_params.py`.
 """
 
+import contextlib
 import os
-import shutil
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,9 +19,10 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 
+from trainer.distributed.collectives import local_rank, together
 from trainer.errors import UserError
 from trainer.metrics import counted, in_words
-from trainer.model_folders.model_writer import commit_folder, fresh_folder, save_safetensors_shards
+from trainer.model_folders.model_writer import save_safetensors_shards
 from trainer.rollout.engines.checksum import Checksum
 from trainer.rollout.engines.sampling import SPARE_LOGPROBS, Completion, Sampling
 from trainer.rollout.engines.servers import (
@@ -35,6 +37,7 @@ from trainer.rollout.engines.servers import (
     is_token,
     log_prob,
 )
+from trainer.rollout.engines.weight_folders import WeightFolders
 
 MAX_SHARD_BYTES = 2 << 30
 NO_LIMIT = -1  # of top_k
@@ -54,52 +57,94 @@ class SGLangServerEngine(ServerEngine):
     longer, one_dtype = "room for {:token} there: --context-length of 2 more, and memory", "servers of one --dtype"
 
     def __init__(self, urls: Sequence[str], *, folder: str, published: Callable[[Iterator], Iterable], **options):
-        """`folder` is for the weights of all ranks. `published` turns (name, CPU tensor) pairs of the policy into those that
-        its model folder has.
+        """`folder` is for the weights of all ranks, with a number behind it for each machine. `published` turns (name, CPU tensor)
+        pairs of the policy into those that its model folder has.
 
         Raises UserError also if a server has a flag that changes samples or weights.
         """
         self.are_seeded = True  # the servers draw by the seeds of samples
         super().__init__(urls, **options)
-        self._folder, self._published = f"{os.path.abspath(folder)}-{dist.get_rank()}", published
-        shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        first = dist.get_rank() - local_rank()  # of this machine
+        self._folders, self._published = WeightFolders(f"{os.path.abspath(folder)}-{first}"), published
+        self._writes = dist.get_rank() == first and bool(
+            self.own
+        )  # if the machine has a rank with servers, the first is one
+        if self._writes:
+            self._folders.clear()
+        if self.own:
+            weakref.finalize(self, self._folders.leave)
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, int]:
         """Write (name, full tensor) pairs, and let this rank's servers read them. Returns (checksum, bytes) of the tensors.
 
-        A server that is gone is left out. Raises UserError if all servers of the rank refuse the weights.
+        It is collective over the world, unless `own_only` is set. A server that is gone is left out. Raises UserError if all
+        servers of the rank refuse the weights, and, on all ranks in lock step, if the folder cannot be written.
         """
         came, num_bytes = Checksum(), 0
         self._forget()
 
         def watched() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal num_bytes
-            for name, tensor in tensors:
-                value = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            for name, value in self._cast(tensors):
                 came.add(name, value)
                 num_bytes += value.nbytes
-                yield name, value.detach().cpu().contiguous() if self.own else value
+                yield name, value
 
-        source = watched()
-        try:
+        self.sync_facts, source, allowed = (
+            {"sync_sent_bytes": 0},
+            watched(),
+            "a folder with room, and with locks of files",
+        )
+        if not self.own_only:  # all ranks are here, and gathering a tensor needs all of them
+            together(lambda: self._write_now(source, came), "--sync_folder", self._folders.path, allowed)
+            self._checksum = came.hexdigest()
+            reading = self._folders.begin_reading(self._checksum) if self.own else contextlib.nullcontext()
+        else:  # ranks come at any time, with tensors that can be read again
+            deque(source, maxlen=0)
+            self._checksum = came.hexdigest()
+            try:
+                reading = self._write_once(tensors) if self.own else contextlib.nullcontext()
+            except OSError as error:
+                raise UserError("--sync_folder", f"{self._folders.path}: {error.strerror}", allowed) from None
+        with reading:
             if self.own:
-                written = fresh_folder(os.path.join(self._folder, "weights"))
-                save_safetensors_shards(self._published(source), written, MAX_SHARD_BYTES)
-        except OSError as error:
-            raise UserError("--sync_folder", f"{self._folder}: {error.strerror}", "a folder with room") from None
-        finally:
-            deque(source, maxlen=0)  # gathering a tensor needs all ranks
-        self._checksum = came.hexdigest()
-        self.sync_facts = {"sync_sent_bytes": 0}
-        if self.own:
-            # a new name for new weights: a file system of the network may show the former content of a path
-            target = os.path.join(self._folder, self._checksum)
-            commit_folder(written, target)
-            self._let_read(target)
-            for name in set(os.listdir(self._folder)) - {self._checksum}:
-                shutil.rmtree(os.path.join(self._folder, name), ignore_errors=True)
+                self._let_read(self._folders.folder_of(self._checksum))
         return self._checksum, num_bytes
+
+    def _cast(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def _write_now(self, pairs: Iterator[tuple[str, torch.Tensor]], came: Checksum) -> None:
+        """Iterate all pairs. The first rank of a machine writes them."""
+
+        def fill(folder: str) -> str:
+            self._save(pairs, folder)
+            deque(pairs, maxlen=0)  # those that have no published name
+            return came.hexdigest()
+
+        try:
+            if self._writes:
+                with self._folders.turn():
+                    self._folders.write(fill)
+        finally:
+            deque(pairs, maxlen=0)
+
+    def _write_once(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> contextlib.AbstractContextManager:
+        """Write the weights, unless another rank of the machine has. They stay until the context ends."""
+
+        def fill(folder: str) -> str:
+            self._save(self._cast(tensors), folder)
+            return self._checksum
+
+        with self._folders.turn():
+            if not self._folders.has(self._checksum):
+                self._folders.write(fill)
+            return self._folders.begin_reading(self._checksum)
+
+    def _save(self, pairs: Iterator[tuple[str, torch.Tensor]], folder: str) -> None:
+        on_cpu = ((name, value.detach().cpu().contiguous()) for name, value in pairs)
+        save_safetensors_shards(self._published(on_cpu), folder, MAX_SHARD_BYTES)
 
     def _let_read(self, folder: str) -> None:
         """Each of this rank's servers reads the weights. Raises UserError if all of them refuse."""
