@@ -104,13 +104,17 @@ def test_a_process_that_knows_no_key_answers_nobody(client):
     assert client.post("/collective_rpc", json={"method": "facts_for_trainer"}).status_code == 503
 
 
-def test_an_open_address_needs_a_key(tmp_path, monkeypatch):
+def test_what_is_refused_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(serve_engine.importlib.util, "find_spec", lambda name: name)
     for more, found in (
         (["--host", "0.0.0.0"], "--host 0.0.0.0 without --api_key"),
         (["--host", "::"], "--host :: without --api_key"),
         (["--api_key", "/nowhere"], "--api_key: /nowhere"),
         (["--port", "99999"], "--port: 99999"),
+        (
+            ["--speculative_tokens", "4", "--tensor_parallel_size", "2"],
+            "--speculative_tokens 4 with --tensor_parallel_size 2",
+        ),
     ):
         with pytest.raises(UserError, match=found.replace(".", r"\.")):
             serve_engine.run(["--pretrain", str(tmp_path), *more])

@@ -17,7 +17,7 @@ from trainer.entry import end_with_parent, run_command
 from trainer.errors import UserError
 from trainer.flags.generating_flags import ListenArguments
 from trainer.flags.parse_flags import arg, check_port, parse_group
-from trainer.flags.rollout_rules import SERVER_RULES
+from trainer.flags.rollout_rules import SERVE_ENGINE_RULES
 from trainer.flags.rule import first_broken
 from trainer.limits import raise_limits
 from trainer.rollout.engines.on_vllm.server_guard import NAME as GUARD
@@ -53,7 +53,7 @@ def run(argv: list[str]) -> None:
         raise UserError("--pretrain", "missing", "a model folder")
     check_port(args.port, 1)
     raise_limits(args.limits or ())
-    if error := first_broken(SERVER_RULES, vars(args), vars(EngineArguments())):
+    if error := first_broken(SERVE_ENGINE_RULES, vars(args), vars(EngineArguments())):
         raise error
     guard_with(read_key("--api_key", args.api_key) if args.api_key else None)
     if importlib.util.find_spec("vllm") is None:

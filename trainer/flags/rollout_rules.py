@@ -222,10 +222,15 @@ ROLLOUT_RULES = (
     *MODEL_RULES, *ENGINE_RULES, *STALENESS_RULES, *PROMPT_RULES, *EVAL_RULES, *REPLAY_RULES, *REWARD_RULES,
 )
 
-# of serve_rm, serve_engine and serve_train
+# of serve_rm, and with others of serve_engine and serve_train
 SERVER_RULES = (
     Rule("host", lambda f: not f.api_key and not is_loopback(f.host), "without --api_key",
          "others can reach this address", "Add --api_key FILE, or take 127.0.0.1."),
+)
+SERVE_ENGINE_RULES = (
+    *SERVER_RULES,
+    Rule("speculative_tokens", lambda f: f.tensor_parallel_size > 1, "with --tensor_parallel_size {tensor_parallel_size}",
+         "drafts are not compared there yet", "Set --tensor_parallel_size to 1, or remove the flag."),
 )
 SERVE_TRAIN_RULES = (
     *SERVER_RULES,
