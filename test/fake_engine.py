@@ -28,9 +28,11 @@ class FakeServer:
         gone: float = 1.0,
         workers=1,
         ends_after: int = 0,
+        drafts: int = 0,
     ):
         """`seconds` of a response are a number, or a function of its seed. It ends by itself at `ends_after` tokens."""
         self.checksum, self.dtype, self.workers, self._seconds = "", dtype, workers, seconds
+        self._drafts = drafts
         self._ends_after, self.refusal = ends_after, ""  # why the last worker takes no weights
         self._aborts, self._id = threading.Condition(), secrets.token_hex(8)
         self._dies_after, self._gone, self._back_at, self._lock = dies_after, gone, 0.0, threading.Lock()
@@ -83,7 +85,7 @@ class FakeServer:
             return {}
         if body["method"] == "facts_for_trainer":
             facts = {"dtype": self.dtype, "max_len": 128, "vocab_size": VOCABULARY, "workers": self.workers}
-            facts |= {"checksum": self.checksum}
+            facts |= {"checksum": self.checksum, "speculative_tokens": self._drafts}
             return {"results": [{**facts, "id": f"{self._id}-{worker}"} for worker in range(self.workers)]}
         host, port, token, keeps = json.loads(body["args"][0])
         return {"results": self._receive(host, port, token, keeps)}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from fake_engine import VOCABULARY, FakeServer
 from launch import read_steps, train_many
+from transformers import Qwen3Config
 
 from trainer import limits
 from trainer.datasets.batches.global_batches import epoch_order
@@ -36,6 +37,7 @@ from trainer.rollout.engines.servers import LostServer
 from trainer.rollout.episode_queue import QueuedRollouts, SharedGroups
 from trainer.rollout.prompt_order import PromptOrder
 from trainer.rollout.rollouts_file import read_rollouts
+from trainer.runs.rl import rl_engines
 
 SAMPLING = Sampling(1.0, 8, (0,))
 STEPS, SAMPLES, BOUND = 5, 16, 2
@@ -211,6 +213,32 @@ def test_two_addresses_of_one_server_are_refused(world):
     twice = [server.url, other.url, server.url.replace("127.0.0.1", "localhost")]
     with pytest.raises(UserError, match=f"{twice[0]} and {twice[2]} are one server .allowed: each server once"):
         VLLMServerEngine(twice, device=torch.device("cpu"), batch_size=4, max_len=64)
+
+
+def run_with(folder, config, servers: list[FakeServer], **flags):
+    """A run as `rl_engines` knows it, and the options of its engine."""
+    config.save_pretrained(folder)
+    urls = ",".join(server.url for server in servers)
+    flags = {"engine_urls": urls, "engine_api_key": None, "min_p": 0.0, "sync_deltas": False} | flags
+    args = SimpleNamespace(rollout=SimpleNamespace(rollout_engine="vllm_server", **flags))
+    strategy = SimpleNamespace(print=print, param_dtype=torch.float32)
+    setup = SimpleNamespace(folder=str(folder), trust_remote_code=False, longest=64, strategy=strategy)
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "batch_size": 4}
+    return SimpleNamespace(args=args, setup=setup), options
+
+
+def test_what_a_server_cannot_do_is_told_at_connect(world, tmp_path, capsys):
+    config = Qwen3Config(vocab_size=VOCABULARY)
+    plain, drafting = FakeServer(), FakeServer(drafts=4)
+    assert rl_engines.vllm_servers(*run_with(tmp_path, config, [plain, drafting])).dtype == torch.float32
+    rl_engines.vllm_servers(*run_with(tmp_path, config, [plain], min_p=0.1))
+    assert "WARNING" not in capsys.readouterr().out
+    with pytest.raises(UserError, match=f"--min_p: 0.1, and {drafting.url} has --speculative_tokens"):
+        rl_engines.vllm_servers(*run_with(tmp_path, config, [plain, drafting], min_p=0.1))
+    rl_engines.vllm_servers(*run_with(tmp_path, config, [plain], sync_deltas=True))
+    assert capsys.readouterr().out.count("WARNING: --sync_deltas with servers in fp32") == 1
+    rl_engines.vllm_servers(*run_with(tmp_path, config, [FakeServer("bfloat16")], sync_deltas=True))
+    assert "WARNING" not in capsys.readouterr().out
 
 
 def test_a_wrong_answer_costs_its_request_and_another_server_answers(world, capsys):

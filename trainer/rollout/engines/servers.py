@@ -91,12 +91,14 @@ class ServerEngine:
         self._gone: dict[str, UserError] = {}  # servers that are not used, and why
         found: dict[str, str] = {}  # a URL of each dtype
         known: dict[str, str] = {}  # a URL of each worker
+        self.drafting: list[str] = []  # servers with --speculative_tokens
         for url in self._urls:
             [facts, *_] = workers = self._facts(url)
             for other in {known.setdefault(worker["id"], url) for worker in workers if "id" in worker} - {url}:
                 raise UserError(FLAG, f"{' and '.join(sorted([other, url]))} are one server", "each server once")
             self._vocab_size = vocab_size or facts["vocab_size"]
             found.setdefault(facts["dtype"], url)
+            self.drafting += [url] * bool(facts.get("speculative_tokens"))
             if facts["max_len"] < max_len:
                 raise UserError(FLAG, f"{url} takes {facts['max_len']} tokens", in_words(self.longer, max_len))
         if len(found) > 1:
@@ -215,9 +217,8 @@ class ServerEngine:
     # --- of each kind of server. All raise LostServer
 
     def _facts(self, url: str) -> list[dict]:
-        """What each worker of a server reports about itself: `max_len`, `dtype`, perhaps `vocab_size` and `id`.
-
-        No other worker has its `id`."""
+        """What each worker of a server reports about itself: `max_len`, `dtype`, perhaps `vocab_size`, `speculative_tokens` and
+        `id`. No other worker has its `id`."""
         raise NotImplementedError
 
     def _checksums_of(self, url: str) -> set[str]:

@@ -65,7 +65,16 @@ def hf_engine(run, options: dict) -> HFEngine:
 def vllm_servers(run, options: dict) -> VLLMServerEngine:
     """Servers of `serve_engine`."""
     options |= {"mark": broadcast_object(secrets.token_hex(8))}
-    return server_engine(run, VLLMServerEngine, options)
+    engine, flags = server_engine(run, VLLMServerEngine, options), run.args.rollout
+    if flags.min_p and engine.drafting:
+        found = f"{flags.min_p:g}, and {engine.drafting[0]} has --speculative_tokens: vLLM does not check drafts by it"
+        raise UserError("--min_p", found, "--top_p and --top_k")
+    if flags.sync_deltas and engine.dtype == torch.float32:
+        text = (
+            "--sync_deltas with servers in fp32 saves little: a step changes nearly all values. In bf16 it changes few"
+        )
+        run.setup.strategy.print(f"WARNING: {text}")
+    return engine
 
 
 def sglang_servers(run, options: dict) -> SGLangServerEngine:

@@ -179,7 +179,7 @@ def _raise_refusal(url: str, answer: Any) -> None:
 
 def _is_facts(facts: dict) -> bool:
     return (
-        all(isinstance(facts.get(name), int) for name in ("max_len", "vocab_size"))
+        all(isinstance(facts.get(name), int) for name in ("max_len", "vocab_size", "speculative_tokens"))
         and facts.get("dtype") in DTYPES
         and all(isinstance(facts.get(name), str) for name in ("checksum", "id"))
     )

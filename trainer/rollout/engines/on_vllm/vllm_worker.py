@@ -35,7 +35,9 @@ class WeightReceiver:
         config = self.model_config
         dtype, size = str(config.dtype).removeprefix("torch."), self.parallel_config.world_size
         facts = {"dtype": dtype, "max_len": config.max_model_len, "vocab_size": config.get_vocab_size()}
-        return {**facts, "workers": size, "checksum": self.trainer_checksum, "id": self.trainer_id}
+        drafts = getattr(self.vllm_config.speculative_config, "num_speculative_tokens", 0)
+        facts |= {"workers": size, "speculative_tokens": drafts}
+        return {**facts, "checksum": self.trainer_checksum, "id": self.trainer_id}
 
     def receive_trainer_weights(self, source: str) -> dict:
         """Load the tensors of a stream. `source` is JSON of its host, port and token, and whether to keep the tensors.
