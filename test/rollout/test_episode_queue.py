@@ -15,7 +15,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from fake_engine import VOCABULARY, FakeServer
 from launch import read_steps, train_many
-from transformers import Qwen3Config
+from transformers import DeepseekV3Config, Qwen3Config
 
 from trainer import limits
 from trainer.datasets.batches.global_batches import epoch_order
@@ -220,8 +220,9 @@ def run_with(folder, config, servers: list[FakeServer], **flags):
     config.save_pretrained(folder)
     urls = ",".join(server.url for server in servers)
     flags = {"engine_urls": urls, "engine_api_key": None, "min_p": 0.0, "sync_deltas": False} | flags
+    flags["vllm_gpu_memory_utilization"] = None
     args = SimpleNamespace(rollout=SimpleNamespace(rollout_engine="vllm_server", **flags))
-    strategy = SimpleNamespace(print=print, param_dtype=torch.float32)
+    strategy = SimpleNamespace(print=print, device=torch.device("cpu"))
     setup = SimpleNamespace(folder=str(folder), trust_remote_code=False, longest=64, strategy=strategy)
     options = {"dtype": torch.float32, "device": torch.device("cpu"), "batch_size": 4}
     return SimpleNamespace(args=args, setup=setup), options
@@ -239,6 +240,12 @@ def test_what_a_server_cannot_do_is_told_at_connect(world, tmp_path, capsys):
     assert capsys.readouterr().out.count("WARNING: --sync_deltas with servers in fp32") == 1
     rl_engines.vllm_servers(*run_with(tmp_path, config, [FakeServer("bfloat16")], sync_deltas=True))
     assert "WARNING" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [rl_engines.vllm_servers, rl_engines.vllm_engine])
+def test_vllm_with_latent_attention_is_refused_by_name(world, tmp_path, kind):
+    with pytest.raises(UserError, match=r"latent attention of deepseek_v3 \(kv_lora_rank 16\).*allowed: hf"):
+        kind(*run_with(tmp_path, DeepseekV3Config(vocab_size=VOCABULARY, kv_lora_rank=16), [FakeServer()]))
 
 
 def test_a_wrong_answer_costs_its_request_and_another_server_answers(world, capsys):

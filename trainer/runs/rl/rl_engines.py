@@ -37,6 +37,8 @@ from trainer.rollout.rewards.remote_rewards import read_key
 from trainer.rollout.scoring import TextScores
 from trainer.runs.rl.rl_options import engine_tp_size
 
+PLAIN_IN_VLLM = ("minicpm3",)  # models with kv_lora_rank whose keys and values vLLM keeps as in other models
+
 
 def build_engine(run):
     """The engine of --rollout_engine. Features add options for each kind."""
@@ -64,6 +66,7 @@ def hf_engine(run, options: dict) -> HFEngine:
 
 def vllm_servers(run, options: dict) -> VLLMServerEngine:
     """Servers of `serve_engine`."""
+    check_attention(run)
     options |= {"mark": broadcast_object(secrets.token_hex(8))}
     engine, flags = server_engine(run, VLLMServerEngine, options), run.args.rollout
     if flags.min_p and engine.drafting:
@@ -75,6 +78,15 @@ def vllm_servers(run, options: dict) -> VLLMServerEngine:
         )
         run.setup.strategy.print(f"WARNING: {text}")
     return engine
+
+
+def check_attention(run) -> None:
+    """Raise UserError for multi-head latent attention. vLLM derives values from its weights, and no sync renews them."""
+    config = read_config(run.setup.folder, run.setup.trust_remote_code).get_text_config()
+    if getattr(config, "kv_lora_rank", None) and config.model_type not in PLAIN_IN_VLLM:
+        found = f"{run.args.rollout.rollout_engine} with the multi-head latent attention of {config.model_type}"
+        found += f" (kv_lora_rank {config.kv_lora_rank}): vLLM keeps values that it derived from weights"
+        raise UserError("--rollout_engine", found, "hf")
 
 
 def sglang_servers(run, options: dict) -> SGLangServerEngine:
@@ -113,6 +125,7 @@ def vllm_engine(run, options: dict):
     if setup.strategy.device.type == "cuda" and num_ranks > torch.cuda.device_count():
         found = f"vllm with {counted(num_ranks, 'rank')} on {counted(torch.cuda.device_count(), 'GPU')}"
         raise UserError("--rollout_engine", found, "hf, or a GPU for each rank")
+    check_attention(run)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
