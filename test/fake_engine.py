@@ -1,6 +1,7 @@
 """Rollout servers without vLLM: threads that speak the HTTP of serve_engine and receive weights as it does.
 
-A response is a function of its prompt and its seed, so it does not matter which server answers.
+The tokens of a response are a function of its prompt and its seed, so it does not matter which server answers. Its log-probs
+also tell which weights it is from, see `mark_of`.
 """
 
 import contextlib
@@ -15,6 +16,16 @@ from trainer.rollout.engines.checksum import Checksum
 from trainer.rollout.engines.weight_stream import WeightStream
 
 VOCABULARY = 90
+
+
+def mark_of(checksum: str) -> int:
+    """A number below 2^15 that tells weights apart."""
+    return int.from_bytes(hashlib.blake2b(checksum.encode(), digest_size=2).digest()) >> 1
+
+
+def mark_in(token: int, log_prob: float) -> int:
+    """The mark of the weights that generated a token."""
+    return round((-1 - token / 128 - log_prob) * 2**22)
 
 
 class FakeServer:
@@ -116,7 +127,9 @@ class FakeServer:
         return [{"token_id": t, "logprob": -1.0 if n < params["top_k"] else -9999.0} for n, t in enumerate(tokens)]
 
     def _reason(self, count: int, most: int) -> str:
-        return "length" if count == most else "stop" if count == self._ends_after else "abort"
+        if count == most:
+            return "length"
+        return "stop" if 0 < count == self._ends_after else "abort"
 
     def _generate(self, body: dict):
         prompt, params, held = body["token_ids"], body["sampling_params"], self.checksum
@@ -140,7 +153,8 @@ class FakeServer:
         ids = [5 + byte % (VOCABULARY - 5) for byte in digest[:count]]
         with self._lock:
             self.read.append((body["cache_salt"], held, (*prompt, *ids), len(prompt)))
-        steps = [{"logprob": -1 - byte / 128, "top_logprobs": self._likely(byte, params)} for byte in ids]
+        mark = mark_of(held) / 2**22  # less than 1 / 128, and exact in fp32
+        steps = [{"logprob": -1 - byte / 128 - mark, "top_logprobs": self._likely(byte, params)} for byte in ids]
         return {
             "choices": [
                 {

@@ -1,5 +1,6 @@
 """Undo each mend of a fault on GPUs, in a copy of the checkout, and see that its test fails: `python test/undone_mends.py`.
 
+Fault 16 is none of GPUs: it labels samples with a wrong version of the weights.
 With names, only these: `python test/undone_mends.py 2a 5b`. Prints one row of the table in docs/gpu.md for each. The exit
 code is 1 if a test passes without the mend. A mend that is no longer found in the code is an error.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ATTENTION = "test/models/attention"
+QUEUE = "test/rollout/test_episode_queue.py"
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,10 @@ UNDONE = [
            "test/test_gpu_sides.py"),
     Undone("15c", "vLLM on one GPU where training has tp", "trainer/rollout/engines/on_vllm/vllm.py", "tensor_parallel_size=tp_size,",
            "tensor_parallel_size=1,", "test/test_gpu_sides.py"),
+    Undone("16a", "samples of servers are labelled with the newest version", "trainer/rollout/episode_queue.py",
+           "sample.versions = [[0, version]]", "sample.versions = [[0, self._newest[0]]]", f"{QUEUE} -k is_that_of_the_weights"),
+    Undone("16b", "tokens that go on are labelled with the newest version", "trainer/rollout/asynchronous.py",
+           "one.versions += [[count, version]]", "one.versions += [[count, ahead._newest[0]]]", f"{QUEUE} -k is_that_of_the_weights"),
 ]  # fmt: skip
 
 

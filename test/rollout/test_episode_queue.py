@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from fake_engine import VOCABULARY, FakeServer
+from fake_engine import VOCABULARY, FakeServer, mark_in, mark_of
 from launch import read_steps, train_many
 from transformers import DeepseekV3Config, Qwen3Config
 
@@ -30,9 +30,9 @@ from trainer.planning.plan_memory import sizes_of
 from trainer.rollout.asynchronous import Pace
 from trainer.rollout.engines import servers as server_engines
 from trainer.rollout.engines import sync
-from trainer.rollout.engines.on_vllm.vllm_server import VLLMServerEngine, _kept
+from trainer.rollout.engines.on_vllm.vllm_server import VLLMServerEngine, _completion, _kept
 from trainer.rollout.engines.routing import Homes, Router, send_to_each
-from trainer.rollout.engines.sampling import Sampling
+from trainer.rollout.engines.sampling import Completion, Sampling
 from trainer.rollout.engines.servers import LostServer
 from trainer.rollout.episode_queue import QueuedRollouts, SharedGroups
 from trainer.rollout.prompt_order import PromptOrder
@@ -512,6 +512,40 @@ def test_ahead_every_sample_is_drawn_and_trained_once(runs, name):
     assert max(row["staleness_max"] for row in rows) > 0
 
 
+def marks_of_versions(folder, name: str) -> dict[int, set[int]]:
+    """The marks of the weights that generated the tokens of each version. See `fake_engine`."""
+    found: dict[int, set[int]] = {}
+    for sample in itertools.chain(*read_rollouts(f"{folder}/{name}/rollouts.jsonl")):
+        turns = sample.turns or [[0, len(sample.response_ids)]]
+        places = [place for start, end in turns for place in range(start, end)]
+        for place, log_prob in zip(places, sample.log_probs, strict=True):
+            [*_, version] = [version for start, version in sample.versions if start <= place]
+            found.setdefault(version, set()).add(mark_in(sample.response_ids[place], log_prob))
+    return found
+
+
+AHEAD = ["ahead-1", "ahead-2", "ahead-3", "ahead-killed", "ahead-alone", "ahead-speaker", "partial", "filtered"]
+
+
+@pytest.mark.parametrize("name", AHEAD)
+def test_the_version_of_a_token_is_that_of_the_weights_that_sampled_it(runs, name):
+    """Each version has one state of the weights, and other versions have other ones."""
+    folder, _, _ = runs
+    found = marks_of_versions(folder, name)
+    assert len(found) > 2 and {len(marks) for marks in found.values()} == {1}, found
+    assert len(set.union(*found.values())) == len(found), "two versions have the same weights"
+    if name in (
+        "ahead-killed",
+        "ahead-alone",
+        "filtered",
+    ):  # the newest weights may have generated dropped samples only
+        return
+    rows = {row["rollout"]: row["weights_checksum"] for row in read_steps(folder / name)}
+    for number, samples in enumerate(read_rollouts(f"{folder}/{name}/rollouts.jsonl")):
+        newest = max(version for sample in samples for _, version in sample.versions)
+        assert found[newest] == {mark_of(rows[number])}, "the checksum in the log is that of the newest version"
+
+
 def test_each_slot_plays_episodes_of_its_own(runs):
     folder, _, _ = runs
     for number, samples in enumerate(read_rollouts(f"{folder}/turns/rollouts.jsonl")):
@@ -553,6 +587,16 @@ def test_sets_of_truncated_sampling_come_from_the_server(runs):
     for sample in itertools.chain(*read_rollouts(f"{folder}/partial/rollouts.jsonl")):
         assert sample.kept_ids == [[(t + n) % VOCABULARY for n in range(3)] for t in sample.response_ids]
     assert all(row["ratio_deviation"] == 0 for row in read_steps(folder / "partial"))
+
+
+@pytest.mark.parametrize("reason", ["abort", "stop"])
+def test_only_an_aborted_answer_may_have_no_token(reason):
+    answer = {"choices": [{"token_ids": [], "logprobs": {"content": []}, "finish_reason": reason}]}
+    if reason == "abort":
+        assert _completion(answer, 8, VOCABULARY) == Completion([], [], False)
+        return
+    with pytest.raises(ValueError, match="a response that ended has no token"):
+        _completion(answer, 8, VOCABULARY)
 
 
 @pytest.mark.parametrize("change", [{"token_id": 9}, {"logprob": -9999.0}])

@@ -271,6 +271,7 @@ def test_answers_have_a_checked_form():
     sets = {"output_token_sampling_mask": [[0, 1], [2]], "output_token_sampling_logprobs": [-0.5, 0.0]}
     assert _completion(answer_of(**sets), 5, 3, True).log_probs == [-0.5, 0.0]
     wrong = [
+        ({**answer_of(output_token_logprobs=[]), "output_ids": []}, 5, 3, False),
         (answer_of(), 1, 3, False), (answer_of(), 5, 2, False), (answer_of(), 5, 3, True), ({}, 5, 3, False), ([], 5, 3, False),
         (answer_of(output_token_logprobs=[[-1, 2, None], [-2, 1, None]]), 5, 3, False),
         (answer_of(output_token_logprobs=[[-1, 1, None], [float("nan"), 2, None]]), 5, 3, False),

@@ -256,5 +256,7 @@ def _completion(answer: Any, limit: int, vocab_size: int, gives_sets: bool) -> C
         for token, kept in zip(ids, kept_ids):
             if token not in kept or not all(is_token(one, vocab_size) for one in kept):
                 raise ValueError(f"token {token} is not in the set that it was sampled from")
-    finished = answer["meta_info"]["finish_reason"]["type"] == "stop"
+    finished = info["finish_reason"]["type"] == "stop"
+    if finished and not ids:
+        raise ValueError("a response that ended has no token")
     return Completion(ids, [log_prob(value) for value in log_probs], finished, kept_ids)

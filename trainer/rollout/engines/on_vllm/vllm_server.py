@@ -197,6 +197,8 @@ def _completion(answer: Any, limit: int, vocab_size: int, num_logprobs: int = 0)
         raise ValueError(f"token_ids are no list of numbers below {vocab_size}")
     if len(ids) != len(steps) or len(ids) > limit:
         raise ValueError(f"{counted(len(ids), 'token')} with {len(steps)} log-probs, at most {limit} asked")
+    if not ids and choice["finish_reason"] == "stop":
+        raise ValueError("a response that ended has no token")
     log_probs = [log_prob(step["logprob"]) for step in steps]
     kept_ids = []
     if num_logprobs:
