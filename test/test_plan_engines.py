@@ -16,10 +16,12 @@ from trainer.planning.plan_engines import (
     SIMULATED,
     cache_bytes,
     engine_needs,
+    folder_copies,
     message_bytes,
     predicted_idle,
     received_bytes,
     sync_seconds,
+    writing_machines,
 )
 from trainer.planning.plan_memory import Layout, sizes_of
 from trainer.rollout.engines.decoding import CachedRows
@@ -154,6 +156,40 @@ def test_seconds_of_a_sync_by_hand():
     assert sync_seconds(sharded, s, machine, served) == pytest.approx(w * 7 / 8 / 300e9 + w / 20e9 + 6 * w / 40e9)
 
 
+def test_the_folder_of_sglang_by_hand():
+    """12 servers on 8 ranks of 2 nodes: each rank has one or two, and each node writes the weights once."""
+    s, w = sizes_of(meta_model("qwen3-8b")), 2 * 8_190_735_360
+    line = "--gpus 8 --nodes 2 --rollout_engine sglang --servers 12"
+    layout = Layout("fsdp2", 3, dp_shard=8)
+    machine, _, rollouts = plan_of(line)
+    needs = engine_needs(s, machine, rollouts)
+    assert (needs.generating, needs.training, needs.host, needs.server_host, needs.on_engine) == (0, 0, 0, 0, w)
+    assert (folder_copies(machine, rollouts), writing_machines(machine, rollouts)) == (1, 2)
+    gathering = received_bytes(layout, s, rollouts, 2)
+    copied = gathering.bytes / gathering.rate(machine) + w / 20e9
+    assert sync_seconds(layout, s, machine, rollouts) == pytest.approx(copied + w / 2e9 + w / 2e9)
+    machine, _, quick = plan_of(f"{line} --folder_rate 8")
+    assert sync_seconds(layout, s, machine, quick) == pytest.approx(copied + w / 4e9)
+    for flags, copies, machines in (
+        ("--max_staleness 2", 3, 2),
+        ("--max_staleness 9", 4, 2),
+        ("--servers 1 --max_staleness 2", 1, 1),
+    ):
+        machine, _, rollouts = plan_of(f"{line} {flags}")
+        assert (folder_copies(machine, rollouts), writing_machines(machine, rollouts)) == (copies, machines), flags
+    model = meta_model("qwen3-8b")
+    for flags, shown in (
+        (
+            "--servers 12",
+            "2 nodes with servers each write 16.4 GB a sync, and each keeps up to 16.4 GB; 12 servers read 16.4 GB each",
+        ),
+        ("--servers 1", "1 node with servers writes 16.4 GB a sync, and it keeps up to 16.4 GB; 1 server read"),
+    ):
+        machine, work, rollouts = plan_of(f"{line} {flags}")
+        text = layout_plan.report(model, "MODEL", machine, 80, work, rollouts)
+        assert f"- --sync_folder: {shown}" in text and "a process of it keeps" not in text
+
+
 def test_idle_shares_by_hand():
     """Responses of 100 tokens at 10 tokens/s. A rollout has 64 of them: on 16 slots 4 times 10 s."""
     same = "--gpus 2 --rollout_batch_size 16 --n_samples_per_prompt 4 --response_median 100 --response_spread 0 --token_rate 10 "
@@ -200,6 +236,11 @@ def test_the_report_simulates_what_the_cache_holds():
         ("--rollout_engine vllm_server", "--servers: 0"),
         ("--rollout_engine sglang", "--servers: 0"),
         ("--rollout_engine sglang --servers 1 --sync_deltas", "--sync_deltas: True with --rollout_engine sglang"),
+        (
+            "--rollout_engine vllm_server --servers 1 --folder_rate 3",
+            "--folder_rate: 3.0 with --rollout_engine vllm_server",
+        ),
+        ("--folder_rate 3", "--folder_rate: 3.0 without --rollout_engine"),
         ("--rollout_engine vllm_server --servers 1 --changed_share 0.1", "--changed_share: 0.1 without --sync_deltas"),
         ("--rollout_engine hf --token_rate 0", "--token_rate: 0"),
         ("--rollout_engine hf --prompt_len 4096", "--prompt_len: 4096"),

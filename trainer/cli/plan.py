@@ -31,6 +31,11 @@ ROLLOUT_FLAGS = {  # kind, default, help
     "prompt_len": (int, 512, "tokens of a prompt; --max_len bounds it with its response"),
     "response_median": (float, 1000, "median of the tokens of a response"),
     "response_spread": (float, 0.9, "standard deviation of the logarithm of its tokens"),
+    "folder_rate": (
+        float,
+        inputs.FOLDER_RATE,
+        "sglang: GB/s of a node that writes --sync_folder, and of a server that reads",
+    ),
     "token_rate": (float, 40, "tokens per second of one response, while all are at work"),
 }
 
@@ -83,7 +88,7 @@ def parse(argv: list[str]) -> tuple[str, inputs.Machine, float, inputs.Work, Opt
     own = {name: flags.pop(name) for name in (*ROLLOUT_FLAGS, "sync_deltas")}
     sizes = [flags.pop(name) for name in ("train_batch_size", "micro_train_batch_size", "max_len")]
     work = inputs.Work(*sizes, num_frozen=flags.pop("frozen_models"))
-    machine = inputs.machine_of(**flags)
+    machine = inputs.machine_of(**flags, folder_rate=own["folder_rate"])
     return model, machine, flags["gpu_memory"], work, rollouts_of(engine, own, machine.gpus, work.max_len)
 
 
@@ -95,15 +100,22 @@ def rollouts_of(engine: Optional[str], flags: dict, gpus: int, max_len: int) -> 
     """
     refused = {
         None: (*ROLLOUT_FLAGS, "sync_deltas"),
-        "vllm": ("servers", "sync_deltas", "changed_share", "max_staleness"),
+        "vllm": ("servers", "sync_deltas", "changed_share", "max_staleness", "folder_rate"),
         "sglang": ("sync_deltas", "changed_share"),
-        "hf": ("servers", "sync_deltas", "changed_share", "engine_tensor_parallel_size", "engine_memory"),
+        "hf": (
+            "folder_rate",
+            "servers",
+            "sync_deltas",
+            "changed_share",
+            "engine_tensor_parallel_size",
+            "engine_memory",
+        ),
     }
     usual = {name: default for name, (_, default, _) in ROLLOUT_FLAGS.items()} | {"sync_deltas": False}
-    for name in refused.get(engine, () if flags["sync_deltas"] else ("changed_share",)):
+    for name in refused.get(engine, ("folder_rate", *(() if flags["sync_deltas"] else ("changed_share",)))):
         if flags[name] != usual[name]:
             where = f"with --rollout_engine {engine}" if engine else "without --rollout_engine"
-            where = "without --sync_deltas" if engine == "vllm_server" else where
+            where = "without --sync_deltas" if engine == "vllm_server" and name == "changed_share" else where
             raise UserError(f"--{name}", f"{flags[name]} {where}, where it has no meaning", "leave it out")
     if engine is None:
         return None

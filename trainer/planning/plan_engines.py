@@ -58,6 +58,7 @@ def engine_needs(s: Sizes, machine: Machine, rollouts: Rollouts, dtype: str = "b
     vllm: an engine of N ranks takes `memory_share` of each GPU, w / N of it for weights. While the policy trains, it sleeps
     at level 2, which keeps no weights, not even on the host. Servers: the same share on GPUs of their own, all the time.
     Deltas need w in host memory at both ends.
+    sglang: servers, too. A machine with ranks that have servers writes w to `--sync_folder` (`folder_copies`).
     """
     width = width_of(dtype)
     w, n = width * s.num_params, rollouts.engine_tp
@@ -77,6 +78,20 @@ def engine_needs(s: Sizes, machine: Machine, rollouts: Rollouts, dtype: str = "b
         return EngineNeeds(w, share, 0.0, 0.0, on_engine, 0.0, max(tokens, 0.0), problem)
     copy = w * rollouts.sync_deltas
     return EngineNeeds(w, 0.0, 0.0, stale + copy, on_engine, copy, max(tokens, 0.0), problem)
+
+
+def folder_copies(machine: Machine, rollouts: Rollouts) -> int:
+    """Copies of the weights in the part of --sync_folder that a machine writes, at most.
+
+    In lock step there is one. With staleness, each rank may still read a version of its own while another one is written.
+    """
+    readers = -(-min(rollouts.servers, machine.gpus) // machine.nodes)
+    return 1 + min(rollouts.max_staleness, readers - 1)
+
+
+def writing_machines(machine: Machine, rollouts: Rollouts) -> int:
+    """Machines with a rank that has servers: rank r of R has the servers r, r + R, and so on."""
+    return -(-min(rollouts.servers, machine.gpus) // machine.gpus_per_node)
 
 
 def heads_of_cache(s: Sizes) -> int:
@@ -108,13 +123,18 @@ def received_bytes(layout: Layout, s: Sizes, rollouts: Rollouts, width: int) -> 
 
 
 def sync_seconds(layout: Layout, s: Sizes, machine: Machine, rollouts: Rollouts, dtype: str = "bf16") -> float:
-    """Seconds of a sync: gathering, copies between GPU and host memory, and messages to the servers of the busiest rank."""
+    """Seconds of a sync: gathering, copies between GPU and host memory, and messages to the servers of the busiest rank.
+
+    In place of messages, sglang has a folder.
+    """
     width = width_of(dtype)
     gathering = received_bytes(layout, s, rollouts, width)
     seconds = gathering.bytes / gathering.rate(machine)
     if rollouts.max_staleness or rollouts.on_servers:
         seconds += width * s.num_params / machine.host_rate
-    if rollouts.on_servers:
+    if rollouts.engine == "sglang":  # a machine writes, and then all servers read at the same time
+        seconds += 2 * width * s.num_params / machine.folder_rate
+    elif rollouts.on_servers:
         most = -(-rollouts.servers // machine.gpus)
         seconds += most * rollouts.engine_tp * message_bytes(s, width, rollouts.changed) / machine.network_rate
     return seconds
@@ -162,7 +182,14 @@ def engine_report(
         f"- a sync: {found.weights / GB:.1f} GB; a rank receives {gathering / GB:.1f} GB; "
         f"{sync_seconds(layout, s, machine, rollouts, dtype):.2g} s",
     ]
-    if rollouts.on_servers:
+    if rollouts.engine == "sglang":
+        copies, machines = folder_copies(machine, rollouts), writing_machines(machine, rollouts)
+        lines.append(
+            f"- --sync_folder: {counted(machines, 'node')} with servers {'writes' if machines == 1 else 'each write'} "
+            f"{found.weights / GB:.1f} GB a sync, and {'it keeps' if machines == 1 else 'each keeps'} up to "
+            f"{copies * found.weights / GB:.1f} GB; {counted(rollouts.servers, 'server')} read {found.weights / GB:.1f} GB each"
+        )
+    elif rollouts.on_servers:
         sent = message_bytes(s, width, rollouts.changed) * rollouts.engine_tp
         what = "weights" if rollouts.changed is None else f"changes of {rollouts.changed:.1%} of the values"
         lines.append(

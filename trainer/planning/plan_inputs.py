@@ -12,6 +12,7 @@ ON_SERVERS = ("vllm_server", "sglang")  # engines on GPUs of their own
 GPU_MEMORY, HOST_MEMORY = 80, 1000  # GB of one GPU, and of one node
 RESERVE = 8  # GB of a GPU for the driver, NCCL and fragments
 TFLOPS, NODE_RATE, NETWORK_RATE, HOST_RATE = 400, 300, 40, 20  # bf16 TFLOP/s, and GB/s
+FOLDER_RATE = 2  # GB/s of a file system
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Machine:
     network_rate: float
     host_rate: float
     gpu_memory: float = 0.0  # of one GPU, with the reserve
+    folder_rate: float = GB * FOLDER_RATE  # of a node that writes --sync_folder, or of a server that reads it
 
     @property
     def gpus_per_node(self) -> int:
@@ -84,7 +86,7 @@ class Rollouts:
 def machine_of(
     gpus: int, nodes: int = 1, gpu_memory: float = GPU_MEMORY, host_memory: float = HOST_MEMORY,
     reserve: float = RESERVE, tflops: float = TFLOPS, node_rate: float = NODE_RATE,
-    network_rate: float = NETWORK_RATE, host_rate: float = HOST_RATE,
+    network_rate: float = NETWORK_RATE, host_rate: float = HOST_RATE, folder_rate: float = FOLDER_RATE,
 ) -> Machine:  # fmt: skip
     """A machine with `gpus` GPUs on all `nodes`. Memory is in GB of one GPU and of one node, rates are in GB/s.
 
@@ -94,5 +96,6 @@ def machine_of(
     if gpus % nodes:
         raise UserError("--gpus", f"{gpus} is not a multiple of --nodes {nodes}")
     rates = {"node_rate": GB * node_rate, "network_rate": GB * network_rate, "host_rate": GB * host_rate}
+    rates["folder_rate"] = GB * folder_rate
     room = GB * (gpu_memory - reserve)
     return Machine(gpus, nodes, room, GB * host_memory, flops=1e12 * tflops, **rates, gpu_memory=GB * gpu_memory)
