@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from exact_models import save_models
 from launch import FULL, forked, train_many
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MambaConfig
 from transformers.masking_utils import sdpa_mask, sliding_window_causal_mask_function
 
 from trainer.compare.locate.locate_report import locate_folders
@@ -45,6 +45,7 @@ from trainer.exact.split_rows import SplitRows, give_whole_rows
 from trainer.flags.rule import UNKNOWN, defaults_of, first_broken
 from trainer.flags.rules import COMMANDS, RULES
 from trainer.model_folders.adapter_tensors import MergedWeights
+from trainer.model_parallel.tensor_parallel import split_layers
 from trainer.models import cpu_matmul
 from trainer.models.attention import exact_attention
 from trainer.strategies.on_deepspeed.zero_loading import read_stretch
@@ -281,6 +282,49 @@ def test_the_self_test_finds_kernels_that_depend_on_the_place_in_memory(monkeypa
     monkeypatch.setenv("MKL_CBWR", "OFF")
     with pytest.raises(UserError, match=found + "Unset MKL_CBWR, which is OFF."):
         self_test.self_test()
+
+
+def test_the_shapes_of_a_model_are_tested_too(monkeypatch, as_in_a_ring):
+    """A fault at a width that no fixed product has: columns out of a piece, of a piece of the columns in, and of a head."""
+    monkeypatch.setattr(self_test, "gather_objects", lambda value: [value])
+    sizes = {"hidden_size": 80, "intermediate_size": 8 * 44, "num_attention_heads": 10, "num_key_value_heads": 5}
+    config = LlamaConfig(**sizes, head_dim=24, num_hidden_layers=1, vocab_size=8 * 36, sliding_window=20)
+    model = AutoModelForCausalLM.from_config(config)
+    shapes = self_test.shapes_of(model, split_layers(model))
+    widths = {(80, 30), (80, 15), (30, 80), (80, 44), (44, 80), (80, 36)}
+    assert set(shapes.products) == widths and [own[:3] for own in shapes.attention] == [(10, 5, 24)]
+    self_test.test_shapes(shapes, splits_rows=True, decodes=True)
+    plain, attention = F.linear, self_test.block_attention
+    for inner, outer in widths:
+        monkeypatch.setattr(
+            F, "linear", lambda x, w, *b, at=(outer, inner): plain(x, w, *b) * (1 + 1e-6 * (w.shape == at and w.data_ptr() % 64 > 0))
+        )  # fmt: skip
+        with pytest.raises(UserError, match=f"a product of 24 x {inner} and {inner} x {outer} changes"):
+            self_test.test_shapes(shapes)
+        self_test.self_test()
+        monkeypatch.setattr(
+            F, "linear", lambda x, w, *b, at=(outer, inner): plain(x, w, *b) * (1 + 1e-6 * (w.shape == at and len(x) == 8))
+        )  # fmt: skip
+        with pytest.raises(UserError, match=f"a product with {inner} x {outer} changes .* with the number of rows"):
+            self_test.test_shapes(shapes, splits_rows=True)
+        self_test.self_test(splits_rows=True)
+    monkeypatch.setattr(F, "linear", plain)
+    faulty = lambda q, *rest: attention(q, *rest) * (1 + 1e-6 * (q.shape[1:] == (10, 1, 24)))  # noqa: E731
+    monkeypatch.setattr(self_test, "block_attention", faulty)
+    self_test.self_test(decodes=True)
+    with pytest.raises(UserError, match="attention of one token has other bits than in its sample"):
+        self_test.test_shapes(shapes, decodes=True)
+
+
+def test_a_very_wide_product_is_tested_with_the_columns_of_its_end():
+    config = LlamaConfig()
+    head = torch.nn.Module()
+    head.head, head.config = torch.nn.Linear(4096, 50_001, device="meta"), config
+    [(inner, outer)] = self_test.shapes_of(head, {}).products
+    assert self_test.shapes_of(SimpleNamespace(config=MambaConfig(), named_modules=list), {}) == self_test.Shapes(
+        (), ()
+    )
+    assert inner == 4096 and inner * outer <= self_test.OWN_WEIGHTS and (50_001 - outer) % 64 == 0
 
 
 def test_the_self_test_finds_a_rank_with_another_processor(monkeypatch):

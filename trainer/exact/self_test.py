@@ -6,7 +6,9 @@ rank. Neither may change a bit.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,9 @@ from trainer.distributed.collectives import gather_objects
 from trainer.distributed.processor import fixed_kernels
 from trainer.errors import UserError
 from trainer.exact.block_attention import block_attention
-from trainer.exact.exact_products import ROWS
+from trainer.exact.exact_products import ALIGNED, ROWS
+from trainer.exact.fixed_tree import num_pieces
+from trainer.metrics import layer_configs
 
 PRODUCTS = (
     (1, 64, 96),
@@ -24,7 +28,53 @@ PRODUCTS = (
     (300, 256, 256),
 )  # tokens, columns in and out; the last is oneDNN's
 NO_ROLLOUTS = "Remove the flag: rollouts need this."
-ATTENTION = ((5, 4, 16), (130, 4, 64))  # tokens, heads, columns of a head
+NO_RING = "Set --ring_attn_size to 1."
+ATTENTION = ((5, 4, 4, 16, None), (130, 4, 4, 64, None))  # tokens, heads, KV heads, columns of a head, window
+DECODED = ((4, 2, 8, None), (8, 4, 64, None))  # heads, KV heads, columns of a head, window
+OWN_TOKENS = 3 * ROWS  # of a product with the shape of a model
+OWN_KEYS = 70  # tokens of its attention
+OWN_WEIGHTS = 2**22  # elements of a factor: more take too long
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The products of a model, (columns in, columns out), and its attention: (heads, KV heads, columns of a head, window)."""
+
+    products: tuple[tuple[int, int], ...]
+    attention: tuple[tuple[int, int, int, Optional[int]], ...]
+
+
+def shapes_of(model: torch.nn.Module, kinds: dict[str, str]) -> Shapes:
+    """The shapes that `model` computes with. `kinds` are those of `fix_products`: one piece is tested, as all are alike.
+
+    A product with very many columns out has fewer here, by a multiple of ALIGNED. So its last columns are as they are.
+    """
+    found = set()
+    for name, module in model.named_modules():
+        inner, outer = (getattr(module, key, None) for key in ("in_features", "out_features"))
+        if inner is None and hasattr(module, "nf"):  # Conv1D of GPT-2
+            inner, outer = module.nx, module.nf
+        if not (isinstance(inner, int) and isinstance(outer, int) and inner and outer):
+            continue
+        kind = kinds.get(name)
+        outer //= num_pieces(outer, 1) if kind in ("columns", "vocabulary") else 1
+        inner //= num_pieces(inner, 1) if kind == "rows" else 1
+        surplus = max(0, outer - max(OWN_WEIGHTS // inner, 2 * ALIGNED))
+        found.add((inner, outer - -(-surplus // ALIGNED) * ALIGNED))
+    config = model.config.get_text_config()
+    attention = map(_attention_of, layer_configs(config) if getattr(config, "num_hidden_layers", 0) else [config])
+    return Shapes(tuple(sorted(found)), tuple(dict.fromkeys(filter(None, attention))))
+
+
+def _attention_of(config) -> Optional[tuple[int, int, int, Optional[int]]]:
+    """The attention of a layer, or None for a config without it."""
+    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    columns, window = (getattr(config, name, None) for name in ("head_dim", "sliding_window"))
+    if not (isinstance(heads, int) and isinstance(kv_heads, int) and heads > 0 and heads % kv_heads == 0):
+        return None
+    columns = columns if isinstance(columns, int) else isinstance(hidden, int) and hidden // heads
+    return (heads, kv_heads, columns, window if isinstance(window, int) and window > 0 else None) if columns else None
 
 
 def ask_for_fixed_kernels() -> None:
@@ -44,13 +94,28 @@ def self_test(splits_rows: bool = False, decodes: bool = False, library: str = "
     With `splits_rows`, ranks compute products of some rows of a sample each. An engine `decodes` single tokens.
     `library` makes the products, mkl or onednn.
     """
-    plain = dict(_results(_aligned))
-    _compare(plain, dict(_results(_aligned)), "from one call to the next", "Remove the flag.")
-    _compare(plain, dict(_results(_shifted)), "with the place in memory", _if_moved(library))
+    _compare_calls(PRODUCTS, ATTENTION, library)
     if splits_rows:
-        _compare_rows(NO_ROLLOUTS if decodes else "Set --ring_attn_size to 1.")
+        _compare_rows([(inner, outer) for _, inner, outer in PRODUCTS], NO_ROLLOUTS if decodes else NO_RING)
     if decodes:
-        _compare_decoding()
+        _compare_decoding(DECODED)
+        _compare_functions()
+
+
+def test_shapes(shapes: Shapes, splits_rows: bool = False, decodes: bool = False, library: str = "mkl") -> None:
+    """`self_test` for a few rows of the products of a model, and for its attention (collective, about a second)."""
+    products = [(OWN_TOKENS, *product) for product in shapes.products]
+    _compare_calls(products, [(OWN_KEYS, *heads) for heads in shapes.attention], library)
+    if splits_rows:
+        _compare_rows(shapes.products, NO_ROLLOUTS if decodes else NO_RING)
+    if decodes:
+        _compare_decoding(shapes.attention)
+
+
+def _compare_calls(products: Sequence[tuple], attention: Sequence[tuple], library: str) -> None:
+    plain = dict(_results(_aligned, products, attention))
+    _compare(plain, dict(_results(_aligned, products, attention)), "from one call to the next", "Remove the flag.")
+    _compare(plain, dict(_results(_shifted, products, attention)), "with the place in memory", _if_moved(library))
     for rank, other in enumerate(gather_objects(plain)):
         _compare(plain, other, f"between this rank and rank {rank}", "Take ranks with processors of one kind.")
 
@@ -69,8 +134,8 @@ def _compare(plain: dict[str, str], other: dict[str, str], how: str, instead: st
             raise UserError("--exact", f"{name} changes on this machine {how}", instead=instead)
 
 
-def _compare_rows(instead: str) -> None:
-    for _, inner, outer in PRODUCTS:
+def _compare_rows(products: Sequence[tuple[int, int]], instead: str) -> None:
+    for inner, outer in products:
         generator = torch.Generator().manual_seed(0)
         rows, weight = (torch.randn(shape, generator=generator) for shape in ((8 * ROWS, inner), (outer, inner)))
         for factor in (weight, weight.T.contiguous().T):  # as in forward, and as in backward
@@ -80,23 +145,27 @@ def _compare_rows(instead: str) -> None:
                 raise UserError("--exact", found, instead=instead)
 
 
-def _compare_decoding() -> None:
-    """Does a token have the same bits alone as in its sample: in attention, and in functions of vector code?"""
+def _compare_decoding(attention: Sequence[tuple]) -> None:
+    """Does a token have the same bits alone as in its sample, in attention?"""
     generator, tokens = torch.Generator().manual_seed(0), torch.arange(70)[None]
-    for heads, columns in ((2, 8), (4, 64)):
-        query = torch.randn(1, 2 * heads, 70, columns, generator=generator)
-        key, value = (torch.randn(1, heads, 70, columns, generator=generator) for _ in range(2))
-        whole = block_attention(query, key, value, tokens, columns**-0.5)
+    for heads, kv_heads, columns, window in attention:
+        query = torch.randn(1, heads, 70, columns, generator=generator)
+        key, value = (torch.randn(1, kv_heads, 70, columns, generator=generator) for _ in range(2))
+        whole = block_attention(query, key, value, tokens, columns**-0.5, window)
         for at in (0, 31, 32, 69):
             here = tokens[:, at : at + 1]
             alone = block_attention(
-                query[:, :, at : at + 1], key[:, :, : at + 1], value[:, :, : at + 1], here, columns**-0.5
+                query[:, :, at : at + 1], key[:, :, : at + 1], value[:, :, : at + 1], here, columns**-0.5, window
             )
             if not torch.equal(alone, whole[:, :, at : at + 1]):
                 raise UserError(
                     "--exact", "attention of one token has other bits than in its sample", instead=NO_ROLLOUTS
                 )
-    values = torch.rand(37, 12, generator=generator) * 30
+
+
+def _compare_functions() -> None:
+    """Does a token have the same bits alone as in its sample, in functions of vector code?"""
+    values = torch.rand(37, 12, generator=torch.Generator().manual_seed(0)) * 30
     for function in (torch.sin, torch.cos, torch.exp, torch.log):
         if not torch.equal(function(values)[5:6], function(values[5:6].contiguous())):
             found = f"{function.__name__} of one token has other bits than in its sample"
@@ -114,19 +183,29 @@ def _shifted(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor
     return memory[1:].view(shape).copy_(values).requires_grad_()
 
 
-def _results(make: Callable) -> Iterator[tuple[str, str]]:
+def _results(make: Callable, products: Sequence[tuple], attention: Sequence[tuple]) -> Iterator[tuple[str, str]]:
     """(name, hash of the result and of all its gradients) of each operation, on tensors from `make`."""
-    for tokens, inner, outer in PRODUCTS:
+    for tokens, inner, outer in products:
         generator = torch.Generator().manual_seed(0)
         inputs = [make(shape, generator) for shape in ((tokens, inner), (outer, inner), (outer,))]
         yield f"a product of {tokens} x {inner} and {inner} x {outer}", _digest(F.linear(*inputs), inputs)
-    for tokens, heads, columns in ATTENTION:
+    for tokens, heads, kv_heads, columns, window in attention:
         generator = torch.Generator().manual_seed(0)
-        inputs = [make((1, heads, tokens, columns), generator) for _ in range(3)]
-        found = F.scaled_dot_product_attention(*inputs, is_causal=True)
-        yield f"attention over {tokens} tokens", _digest(found, inputs)
+        inputs = [make((1, count, tokens, columns), generator) for count in (heads, kv_heads, kv_heads)]
+        query, *states = inputs
+        key, value = (tensor.repeat_interleave(heads // kv_heads, 1) for tensor in states)
+        found = F.scaled_dot_product_attention(query, key, value, **_seen(tokens, window))
+        yield f"attention over {tokens} tokens, with {heads} heads of {columns}", _digest(found, inputs)
     inputs = [make((37, 200), torch.Generator().manual_seed(0))]
     yield "log_softmax", _digest(F.log_softmax(inputs[0], -1), inputs)
+
+
+def _seen(tokens: int, window: Optional[int]) -> dict:
+    """What queries see, for scaled_dot_product_attention."""
+    if window is None or window >= tokens:
+        return {"is_causal": True}
+    distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    return {"attn_mask": (distance >= 0) & (distance < window)}
 
 
 def _digest(result: torch.Tensor, inputs: list[torch.Tensor]) -> str:

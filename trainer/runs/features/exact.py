@@ -2,8 +2,9 @@
 
 from trainer.exact.exact_gradients import add_within_modules_first
 from trainer.exact.exact_sums import with_exact_sums
-from trainer.exact.self_test import ask_for_fixed_kernels, self_test
+from trainer.exact.self_test import ask_for_fixed_kernels, self_test, shapes_of, test_shapes
 from trainer.flags.parse_flags import with_flags
+from trainer.model_parallel.tensor_parallel import split_layers
 from trainer.models.cpu_matmul import chosen
 from trainer.runs.feature import Feature
 
@@ -22,17 +23,21 @@ def run_single_samples(run) -> None:
 def hold_rollouts_to_bits(run) -> None:
     """Also end the run at the first sample without a score, and at any difference between engine and training.
 
-    A sample that is left out for its time would make the speed of a rank decide what is trained.
+    A sample that is left out for its time would make the speed of a rank decide what is trained. Samples of --rollouts_from
+    are the same on every layout, and their recorded log-probs enter no loss: they may be those of another model.
     """
     run_single_samples(run)
-    run.args = with_flags(run.args, max_failed_share=0.0, max_logprob_diff=0.0)
+    run.args = with_flags(run.args, max_failed_share=0.0)
+    if not run.args.rollout.rollouts_from:
+        run.args = with_flags(run.args, max_logprob_diff=0.0)
 
 
 def check_machine(run) -> None:
     rolls_out = run.setup.rolls_out  # a decoded token is a row of its own
     self_test(rolls_out or run.setup.sp_group is not None, rolls_out, chosen())
     run.setup.strategy.print("exact: each sample is a micro-batch of its own; flags about micro-batches change nothing")
-    if rolls_out:
+    run.setup.strategy.print(f"exact: --cpu_matmul is {run.args.layout.cpu_matmul}; auto becomes mkl")
+    if rolls_out and not run.args.rollout.rollouts_from:
         run.setup.strategy.print(
             "exact: --max_failed_share and --max_logprob_diff are 0, so nothing is left out or drifts"
         )
@@ -48,6 +53,10 @@ def fix_sums(run) -> None:
 
 
 def fix_order(run) -> None:
+    """Also test the shapes of this model, which are known now."""
+    rolls_out = run.setup.rolls_out
+    shapes = shapes_of(run.model, split_layers(run.model))
+    test_shapes(shapes, rolls_out or run.setup.sp_group is not None, rolls_out, chosen())
     add_within_modules_first(run.model)
 
 
