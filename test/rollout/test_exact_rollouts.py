@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import read_steps, train_many
+from exact_flags import OF_ROLLOUTS, REWARD, combined_rl_line, numbers_of, rl_line
+from launch import FULL, read_steps, train_many
 
 from trainer.compare.runs.exact_bits import bits_of, first_difference
 from trainer.datasets.demos.demo import make_demo
@@ -25,10 +26,6 @@ from trainer.runs.features import exact
 
 self_test.ask_for_fixed_kernels()
 
-REWARD = """
-def reward_func(prompts, responses, labels):
-    return [sum(c in label for c in set(text)) / (1 + len(text)) for text, label in zip(responses, labels)]
-"""
 KL = ("--init_kl_coef", "0.05", "--use_kl_loss", "--kl_estimator", "k3")
 
 
@@ -65,40 +62,58 @@ def test_rollouts_equal_training_and_layouts_have_equal_bits(tmp_path):
     make_demo(str(tmp_path / "demo"))
     (tmp_path / "reward.py").write_text(REWARD)
 
-    def line(name: str, *more: str) -> list[str]:
-        flags = ["--pretrain", f"{tmp_path}/demo/model", "--dataset", f"{tmp_path}/demo/prompts.jsonl"]
-        flags += ["--reward_func", f"{tmp_path}/reward.py", "--label_key", "label", "--exact", "--param_dtype", "fp32"]
-        flags += ["--advantage_estimator", "group_norm", "--rollout_batch_size", "4", "--n_samples_per_prompt", "4"]
-        flags += ["--train_batch_size", "8", "--micro_train_batch_size", "1", "--micro_rollout_batch_size", "5"]
-        flags += ["--prompt_max_len", "96", "--generate_max_len", "12", "--learning_rate", "1e-3", "--max_steps", "4"]
-        flags += ["--device", "cpu", "--no_save", *KL, *more, "--output_dir", f"{tmp_path}/{name}"]
-        return ["train_ppo", *flags, "--parity_dump", f"{tmp_path}/{name}/parity"]
+    def line(layout: str, name: str = "", *more: str) -> list[str]:
+        return rl_line(name or layout, layout, tmp_path, *KL, *more)
 
-    fsdp2, zero = ("--backend", "fsdp2"), ("--backend", "deepspeed", "--zero_stage")
-    alone = [line("f", *fsdp2), line("z2", *zero, "2", "--micro_rollout_batch_size", "16")]
-    pair = [
-        line("f-dp2", *fsdp2),
-        line("f-tp2", *fsdp2, "--tensor_parallel_size", "2"),
-        line("z1-tp2", *zero, "1", "--tensor_parallel_size", "2"),
-    ]
-    pair += [line("f-ring2", *fsdp2, "--ring_attn_size", "2")]
-    pair += [line("z3-ulysses2", *zero, "3", "--ring_attn_size", "2", "--sp_mode", "ulysses")]
-    train_many(1, alone, tmp_path, 200)
-    train_many(2, pair, tmp_path, 300)
+    names = ("f", "z2", "f-dp2", "f-tp2", "z1-tp2", "f-ring2", "z3-ulysses2", "f-hsdp2")
+    rollouts, foreign = tmp_path / "f/rollouts.jsonl", tmp_path / "foreign.jsonl"
+    train_many(1, list(map(line, names[:2])), tmp_path, 200)
+    rows = rollouts.read_text().splitlines()
+    samples = list(map(json.loads, rows))
+    foreign.write_text(
+        "".join(json.dumps(s | {"log_probs": [p - 0.25 for p in s["log_probs"]]}) + "\n" for s in samples)
+    )
+    replays = ["replay-f-dp2", "replay-f-tp2", "replay-f-ring2"]
+    again = [line(name.removeprefix("replay-"), name, "--rollouts_from", str(rollouts)) for name in replays]
+    again += [line("z2-dp2", "foreign", "--rollouts_from", str(foreign))]
+    train_many(2, [*map(line, names[2:]), *again], tmp_path, 300)
     expected = bits_of(tmp_path / "f")
     assert len(expected.tensors) == 2 and expected.steps == 4 and len(expected.samples) == 2
-    for name in ("f", "z2", "f-dp2", "f-tp2", "z1-tp2", "f-ring2", "z3-ulysses2"):
+    for name in (*names, *replays):
         assert [row["rollout_logprob_diff"] for row in read_steps(tmp_path / name)] == [0.0] * 4, name
         found = bits_of(tmp_path / name)
         assert first_difference(expected, found) is None and len(found.samples) == 2, name
-    rollouts = tmp_path / "f/rollouts.jsonl"
-    rows = rollouts.read_text().splitlines()
+    replayed = bits_of(tmp_path / "foreign")  # log-probs of another model enter no loss, and are only compared
+    assert (replayed.tensors, replayed.rows) == (expected.tensors, expected.rows)
+    found = [row["rollout_logprob_diff"] for row in read_steps(tmp_path / "foreign")]
+    assert found == pytest.approx([0.25] * 4)
     changed = json.loads(rows[20])
     changed["log_probs"][0] = np.nextafter(changed["log_probs"][0], 0)
     rollouts.write_text("\n".join([*rows[:20], json.dumps(changed), *rows[21:]]))
     assert first_difference(expected, bits_of(tmp_path / "f")) == "samples differ first in rollout 1"
     rollouts.write_text("\n".join(rows[:16]))
     assert first_difference(expected, bits_of(tmp_path / "f")) == "samples differ first in rollout 1"
+
+
+def test_other_flags_of_rollouts_have_equal_bits_too(tmp_path):
+    make_demo(str(tmp_path / "demo"))
+    (tmp_path / "reward.py").write_text(REWARD)
+    prompts = map(json.loads, (tmp_path / "demo/prompts.jsonl").read_text().splitlines()[:6])
+    chosen = [json.dumps(prompt | {"who": "ab"[number % 2]}) for number, prompt in enumerate(prompts)]
+    (tmp_path / "chosen.jsonl").write_text("\n".join(chosen))
+    layouts = dict.fromkeys(OF_ROLLOUTS, ("f-dp2", "f-ring2", "z2-dp2", "f-tp2"))
+    layouts["teachers of rows"] = ("f-dp2", "z2-dp2", "f-tp2")  # a ring refuses eager attention
+    if not FULL:
+        layouts |= {"loss": ("f-ring2",), "teacher": ("f-tp2",), "teachers of rows": ("z2-dp2",)}
+    train_many(1, [combined_rl_line(kind, "f", tmp_path) for kind in layouts], tmp_path, 300)
+    pairs = [(kind, layout) for kind, of_kind in layouts.items() for layout in of_kind]
+    train_many(2, [combined_rl_line(*pair, tmp_path) for pair in pairs], tmp_path, 500)
+    for kind, layout in pairs:
+        alone, pair = (tmp_path / f"{kind.replace(' ', '-')}-{name}" for name in ("f", layout))
+        assert bits_of(alone).steps == 4 and bits_of(alone).samples, kind
+        assert first_difference(bits_of(alone), bits_of(pair)) is None, (kind, layout)
+        assert numbers_of(alone) == numbers_of(pair), (kind, layout)
+        assert {row["rollout_logprob_diff"] for row in read_steps(pair)} == {0.0}, (kind, layout)
 
 
 def test_what_could_part_rollouts_is_refused_or_ends_the_run(monkeypatch):

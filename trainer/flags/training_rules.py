@@ -338,9 +338,6 @@ EXACT_ROLLOUT_RULES = (
     Rule("exact", lambda f: f.share_prompts, "with --share_prompts", "each sample is run alone", "Remove one of them."),
     Rule("exact", lambda f: f.routing_replay, "with --routing_replay", "equal bits are not proved for experts",
          "Remove one of them."),
-    Rule("exact", lambda f: f.rollouts_from, "with --rollouts_from",
-         "its log-probs are of another engine, so rollout and training have other bits",
-         "Remove one of them."),
 )
 # fmt: on
 
