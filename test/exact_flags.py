@@ -1,6 +1,7 @@
 """Runs of --exact that combine flags, so that each flag of a command is compared on several layouts: see test_exact_flags.py."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from launch import FULL
@@ -48,12 +49,17 @@ OF_ROLLOUTS = {
 }
 
 
+def _micro_size(more: Sequence[str]) -> list[str]:
+    """A limit of tokens takes the place of a number of samples."""
+    return [] if "--max_tokens_per_micro_batch" in more else ["--micro_train_batch_size", "1"]
+
+
 def rl_line(name: str, layout: str, folder, *more: str) -> list[str]:
     """The command line of a run of train_ppo on a layout. `folder` holds the demo and the reward."""
     flags = ["--pretrain", f"{folder}/demo/model", "--dataset", f"{folder}/demo/prompts.jsonl"]
     flags += ["--reward_func", f"{folder}/reward.py", "--label_key", "label", "--exact", "--param_dtype", "fp32"]
     flags += ["--advantage_estimator", "group_norm", "--rollout_batch_size", "4", "--n_samples_per_prompt", "4"]
-    flags += ["--train_batch_size", "8", "--micro_train_batch_size", "1", "--micro_rollout_batch_size", "5"]
+    flags += ["--train_batch_size", "8", *_micro_size(more), "--micro_rollout_batch_size", "5"]
     flags += ["--prompt_max_len", "96", "--generate_max_len", "12", "--learning_rate", "1e-3", "--max_steps", "4"]
     flags += ["--device", "cpu", "--no_save", *more, *LAYOUTS[layout]]
     return ["train_ppo", *flags, "--output_dir", f"{folder}/{name}", "--parity_dump", f"{folder}/{name}/parity"]
@@ -104,7 +110,7 @@ def row_line(kind: str, layout: str, folder, data) -> list[str]:
     command, more = OF_ROWS[kind]
     rows = "train.jsonl" if command == "train_sft" else "pairs.jsonl"
     flags = ["--pretrain", f"{data}/models/stories260K-hf", "--dataset", f"{data}/gsm8k/{rows}", "--no_save"]
-    flags += ["--max_len", "100", "--max_samples", "9", "--train_batch_size", "4", "--micro_train_batch_size", "1"]
+    flags += ["--max_len", "100", "--max_samples", "9", "--train_batch_size", "4", *_micro_size(more.split())]
     flags += ["--max_steps", "2", "--learning_rate", "1e-3", "--exact", "--param_dtype", "fp32"]
     flags += [*more.format(folder=folder, data=data).split(), *LAYOUTS[layout]]
     out = f"{folder}/{kind}-{layout}"
