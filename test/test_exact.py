@@ -521,7 +521,9 @@ def line(name: str, folder, data, *more: str) -> list[str]:
     ]
     flags += ["--learning_rate", "1e-3", "--weight_decay", "0.1", "--no_save", "--exact", "--param_dtype", "fp32"]
     flags += ["--train_batch_size", "8", *BACKENDS[name.split("-")[0]]]
-    flags += ["--micro_train_batch_size", "3" if "mb3" in name else "1"]
+    size = ["--micro_train_batch_size", "3" if "mb3" in name else "1"]
+    flags += ["--max_tokens_per_micro_batch", "500"] if "tokens" in name else size
+    flags += ["--dp_replicate_size", "2"] if "hsdp2" in name else []
     flags += ["--packing_samples"] if "packed" in name else []
     flags += ["--tensor_parallel_size", "2"] if "tp2" in name else []
     for mode in re.findall("ring|ulysses", name):
@@ -576,7 +578,7 @@ def test_layouts_have_equal_bits_and_so_has_a_resume_on_another(shared_data, tmp
     lora += ["f-lora-tp2", "z3-lora-ring2"]
     later = [resumed("z3-tp2-resumed", alone[0]), resumed("f-lora-resumed", lora[0])]
     train_many(2, [*map(of, [*pair, *lora[1:]]), *later, of_experts[1]], tmp_path, 300)
-    four = ["f-tp2-ring2", "z2-ring2-packed", "z3-ulysses4"]
+    four = ["f-tp2-ring2", "z2-ring2-packed", "z3-ulysses4", "f-hsdp2-tokens"]
     train_many(4, list(map(of, four)), tmp_path, 300)
     assert first_difference(*(bits_of(tmp_path / name) for name in experts)) is None
     for names, resumed_name in (([*alone, *pair, *four], "z3-tp2-resumed"), (lora, "f-lora-resumed")):
