@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 from packaging.requirements import Requirement
 
 from trainer.errors import UserError
-from trainer.help_texts import OneLineParser
+from trainer.flags.names.word_parser import OneLineParser
 from trainer.metrics import counted
 from trainer.planning.versions import CARDS, LIBRARIES, certified_line, digest
 

@@ -34,7 +34,7 @@ from trainer.compare.runs.matrix import Configuration, full_matrix, matrix_thres
 from trainer.compare.runs.run_matrix import run_matrix
 from trainer.datasets.demos.demo import make_demo
 from trainer.errors import UserError
-from trainer.help_texts import OneLineParser
+from trainer.flags.names.word_parser import OneLineParser
 from trainer.metrics import counted
 from trainer.planning.predicted_memory import predict
 

@@ -22,7 +22,7 @@ from scripts.zoo_models import SKIPPED, tiny_config, zoo_names
 from trainer.compare.machines.forked_ranks import import_libraries
 from trainer.compare.zoo.zoo import CONFIGURATIONS, is_bad, run_model, write_demo
 from trainer.errors import UserError
-from trainer.help_texts import OneLineParser
+from trainer.flags.names.word_parser import OneLineParser
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -13,8 +13,9 @@ from trainer.cli.__main__ import OTHERS, RANKED, run, split
 from trainer.errors import UserError
 from trainer.flags.generating_flags import OnlineDPOArguments
 from trainer.flags.groups import flags_of
+from trainer.flags.names.word_parser import OneLineParser
 from trainer.flags.parse_flags import build_parser
-from trainer.help_texts import EXAMPLES, OneLineParser, example_of, with_default
+from trainer.help_texts import EXAMPLES, example_of, with_default
 
 DOORS = [*RANKED.values(), *OTHERS]
 HELP_OF_ALL = f"""

@@ -35,7 +35,8 @@ def refused(command: str, *argv: str) -> str:
 
 
 def named(text: str) -> set[str]:
-    return set(re.findall(r"--(\w+)", text)) - {"nproc", "nproc_per_node", "nnodes"}  # of `trainer` and torchrun
+    # of `trainer`, torchrun and the parser itself
+    return set(re.findall(r"--(\w+)", text)) - {"nproc", "nproc_per_node", "nnodes", "config"}
 
 
 def test_every_flag_in_the_table_is_a_flag_of_its_commands():
@@ -115,14 +116,27 @@ def test_a_name_like_another_of_another_meaning_is_no_guess():
 FIRST_TRIES = """epochs data max_seq_len grad_accum tp_size model_path pipeline_parallel_size num_gpus use_lora\
  bs steps warmup wd grad_clip precision seq_len val_data save_every log_every resume attn quantize devices dp"""
 FIRST_TRIES += " max_train_samples eval_max_samples padding_side strict"
+FIRST_TRIES += """ save_dir out output alpha rank r dropout use_flash_attn patience early_stopping prompt_template system_prompt
+ context_length block_size shuffle num_workers wandb tensorboard mlflow swanlab log_with cache_dir hf_token checkpoint checkpoint_dir
+ mixed_precision amp grad_checkpointing use_gradient_checkpointing cpu_offload ds_config zero3 adapter_path pack test_size val_split
+ split scheduler gradient_clip_val betas beta1 eval_freq save_freq log_freq eval_interval save_interval log_interval mbs
+ accumulate_grad_batches max_train_steps train_steps epoch random_seed num_nodes do_train do_eval max_new_tokens num_beams
+ truncation_strategy per_device_eval_batch_size exp_name"""
 OF_METHODS = {
-    "train_dpo": "reference_model reference_free kl_coef max_target_length generate_during_eval dpo_norm_loss"
+    "train_dpo": "reference_model reference_free kl_coef max_target_length generate_during_eval dpo_norm_loss max_prompt_length gamma"
+    " max_completion_length algo loss_type dpo_beta sft_weight prompt_column ref_path datasets dataset_text_field train_on_inputs",
+    "train_rm": "max_prompt_length loss_type stage rlhf_type datasets prompt_column",
+    "train_kd": "beta alpha lmbda seq_kd loss loss_type student teacher_model teacher_temperature dataset_text_field datasets stage",
 }
 OF_METHODS[
     "train_ppo"
 ] = """reward_model_path reference_model kl_coef group_size gae_lambda cliprange cliprange_value vf_coef
  num_ppo_epochs num_mini_batches total_episodes local_rollout_forward_batch_size missing_eos_penalty whiten_rewards sft_model_path
- stop_token"""
+ stop_token clip_range clip_eps clip_ratio clip_high dynamic_sampling filter_groups num_rollouts num_samples n_samples algo algorithm
+ adv_estimator kl kl_loss_coef target_kl entropy_coeff ent_coef lam discount actor_lr critic_lr critic_path ref_path reward
+ reward_function rm_path rm_url vllm inference_backend vllm_url gpu_memory_utilization max_response_length max_gen_len prompt_length
+ tools mini_batch_size ema stage rlhf_type"""
+OF_METHODS["train_dpo --online"] = "algo gamma num_samples reward rm_path vllm max_gen_len dynamic_sampling ref.offload"
 
 
 @pytest.mark.parametrize("command", ["train_sft", *OF_METHODS])

@@ -2,12 +2,7 @@
 
 import argparse
 import re
-import sys
-from collections.abc import Sequence
 from typing import Any
-
-from trainer.errors import UserError
-from trainer.limits import HELP, raise_limits
 
 DEMO = "--pretrain demo/model --dataset demo"
 # The lines of an example are for one folder, one after the other. Without a model and data, a command takes the demo.
@@ -99,42 +94,3 @@ class PlainHelp(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         return with_default(action.help or "", action.default).replace("%", "%%")
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Raises UserError for wrong arguments, without the usage. No abbreviation of a flag is taken.
-
-    `command` is a file of cli/ or a name of a module; --help begins with its example.
-    """
-
-    def __init__(self, command: str, **options):
-        super().__init__(typed(command), **{"allow_abbrev": False, "formatter_class": PlainHelp, **options})
-        self.command = command
-
-    def format_help(self) -> str:
-        return example_of(self.command) + super().format_help()
-
-    def error(self, message: str) -> None:
-        raise UserError("arguments", message, "see --help")
-
-
-def _with_limits_last(argv: Sequence[str]) -> list[str]:
-    """The words with --limits and its values behind the others: argparse would take a RUN after them for a value."""
-    limits, others, is_value = [], [], False
-    for word in argv:
-        is_value = word == "--limits" or (is_value and "=" in word and word[0] != "-")
-        (limits if is_value else others).append(word)
-    return [*others, *limits]
-
-
-class ReadingParser(OneLineParser):
-    """The parser of a command that reads what others wrote: --limits holds from its `parse_args` on."""
-
-    def __init__(self, command: str, **options):
-        super().__init__(command, **options)
-        self.add_argument("--limits", nargs="+", action="extend", metavar="NAME=NUMBER", help=HELP)
-
-    def parse_args(self, argv: Sequence[str] | None = None):
-        args = super().parse_args(_with_limits_last(sys.argv[1:] if argv is None else argv))
-        raise_limits(vars(args).pop("limits") or ())
-        return args

@@ -7,7 +7,7 @@ Exit code: 0 if nothing would fail, else 2.
 """
 
 from trainer.entry import run_command
-from trainer.help_texts import OneLineParser
+from trainer.flags.names.word_parser import OneLineParser
 
 
 def run(argv: list[str]) -> None:

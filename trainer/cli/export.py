@@ -9,7 +9,7 @@ a GGUF file                           its model folder, with full weights in pla
 """
 
 from trainer.entry import quiet_libraries, run_command
-from trainer.help_texts import ReadingParser
+from trainer.flags.names.word_parser import ReadingParser
 from trainer.runs.output_folders import check_places
 
 

@@ -12,7 +12,7 @@ from typing import Optional
 
 from trainer.entry import run_command
 from trainer.errors import UserError
-from trainer.help_texts import ReadingParser
+from trainer.flags.names.word_parser import ReadingParser
 from trainer.metrics import counted
 from trainer.model_folders.folder_names import only_on_hub
 from trainer.planning import plan_inputs as inputs

@@ -12,7 +12,7 @@ import sys
 
 from trainer.entry import run_command
 from trainer.errors import UserError
-from trainer.help_texts import ReadingParser
+from trainer.flags.names.word_parser import ReadingParser
 
 
 def run(argv: list[str]) -> None:

@@ -20,7 +20,7 @@ from trainer.comma_separated import names_in
 from trainer.errors import LEFT_OUT, UserError, has_left_out
 from trainer.flags.groups import arg, flags_of, flat, from_flat, group, groups_of, set_names, with_flags
 from trainer.flags.names.set_entries import spread
-from trainer.flags.names.suggestions import GIVEN, leaves, suggestion
+from trainer.flags.names.suggestions import GIVEN, leaves, listed, no_such_flags, suggestion, value_of
 from trainer.help_texts import example_of, typed, with_default
 from trainer.metrics import counted
 
@@ -189,10 +189,10 @@ def _check_config_files(argv: list[str], command: str, fields: dict[str, datacla
         unknown = list(leaves(values or {}, known))
         if unknown:
             what = counted(len(unknown), "key that is no flag", "keys that are no flags")
-            listed = _listed(
+            pairs = listed(
                 [key for key, _ in unknown], [suggestion(key, command, known, value) for key, value in unknown]
             )
-            raise UserError(f"--config {path}", f"{what} of {command}: {listed}")
+            raise UserError(f"--config {path}", f"{what} of {command}: {pairs}")
         for field in fields.values():
             for name in {field.name, *field.metadata["aliases"]} & (values or {}).keys():
                 _check_form(name, values[name], field)
@@ -229,10 +229,6 @@ class _UniqueKeys(yaml.SafeLoader):
 def read_yaml(source) -> Any:
     """The value in a text or an open file. Raises YAMLError, also for a key that stands twice in one mapping."""
     return yaml.load(source, _UniqueKeys)
-
-
-def _listed(names: list[str], hints: list[str]) -> str:
-    return " | ".join(f"{name} -> {hint}" for name, hint in zip(names, hints))
 
 
 def parse_or_demo(arguments_class: type, command: str, argv: list[str], demo: dict) -> tuple[Any, bool]:
@@ -297,29 +293,17 @@ def _at_home(paths: str) -> str:
     return re.sub(r"(?:^|(?<=[,=])|(?<=, ))~(?=/)", lambda _: os.path.expanduser("~"), paths)
 
 
-def _value_of(words: list[str], place: int):
-    """The value of a flag that the parser does not know: after its "=", or the next word."""
-    _, is_joined, value = words[place].partition("=")
-    following = words[place + 1 : place + 2]
-    return value if is_joined else next((word for word in following if word[0] != "-"), GIVEN)
-
-
 def _as_user_error(message: str, command: str, fields: dict[str, dataclasses.Field]) -> UserError:
     """Turn jsonargparse's message into one line with the flag, what was found and what is allowed."""
     if unknown := re.search(r"unrecognized arguments: (.*)|Option '([^']+)' is not accepted", message):
         words = (unknown.group(1) or unknown.group(2)).split()
-        named = {word.partition("=")[0]: _value_of(words, place) for place, word in enumerate(words) if word[0] == "-"}
+        named = {word.partition("=")[0]: value_of(words, place) for place, word in enumerate(words) if word[0] == "-"}
         if not named and "=" in words[0]:  # as hydra has flags
             named = dict(word.split("=", 1) for word in words if "=" in word)
         names = list(named) or words[:1]
         if names[0].endswith((".yaml", ".yml")):
             return UserError(names[0], "a file without a flag", instead=f"Did you mean --config {names[0]}?")
-        hints = [
-            suggestion(name.lstrip("-").replace("-", "_"), command, fields, named.get(name, GIVEN)) for name in names
-        ]
-        if len(names) == 1:
-            return UserError(names[0], f"no such flag; {hints[0]}")
-        return UserError(f"{counted(len(names), 'flag')} that {command} lacks", _listed(names, hints))
+        return no_such_flags({name: named.get(name, GIVEN) for name in names}, command, fields)
     named = re.search(r'Parser key "([^"]+)"(?: element \d+)?: ?(.*)|argument --(\w+)[^:]*: (.*)', message)
     if not named:
         return UserError("arguments", message)

@@ -9,7 +9,7 @@ import sys
 import time
 
 from trainer.errors import UserError
-from trainer.help_texts import ReadingParser
+from trainer.flags.names.word_parser import ReadingParser
 from trainer.metrics import counted
 from trainer.reports.run_rows import RunRows, describe, is_number, last_samples, read_rows
 

@@ -12,7 +12,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from trainer.errors import UserError
-from trainer.help_texts import ReadingParser
+from trainer.flags.names.word_parser import ReadingParser
 from trainer.metrics import counted
 from trainer.reports.run_differences import (
     FLOOR,

@@ -9,7 +9,7 @@ gradients of the first step, final weights.
 Exit code: 0 if nothing is wrong or crashes, 1 if something does, 2 if there is no such model or it cannot be shrunk.
 """
 
-from trainer.help_texts import ReadingParser
+from trainer.flags.names.word_parser import ReadingParser
 
 
 def build_parser() -> ReadingParser:

@@ -19,7 +19,8 @@ PEERS = {
 }
 
 SFT, RM, DPO, PPO, ONLINE = "train_sft", "train_rm", "train_dpo", "train_ppo", "train_dpo --online"
-FIXED = (SFT, RM, DPO, "train_kd")  # data that is there before the run
+KD = "train_kd"
+FIXED = (SFT, RM, DPO, KD)  # data that is there before the run
 RL = (PPO, ONLINE)
 ALL = (*FIXED, *RL)
 

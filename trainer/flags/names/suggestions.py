@@ -1,16 +1,20 @@
 """What to write instead of a name that is no flag: the table of other trainers first, then our commands, then spelling."""
 
+import re
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
+from trainer.errors import UserError
 from trainer.flags.groups import flags_of
+from trainer.flags.names.first_names import FIRST_NAMES, LIKE, SMALL_NAMES
 from trainer.flags.names.method_names import METHOD_NAMES
-from trainer.flags.names.peer_row import LEAVE_OUT, PeerName
+from trainer.flags.names.peer_row import LEAVE_OUT, SFT, PeerName
 from trainer.flags.names.training_names import TRAINING_NAMES
 from trainer.flags.rules import COMMANDS
+from trainer.metrics import counted
 
-ROWS = (*TRAINING_NAMES, *METHOD_NAMES)  # docs/coming_from.md is written from this table
+ROWS = (*TRAINING_NAMES, *METHOD_NAMES, *FIRST_NAMES)  # docs/coming_from.md is written from this table
 # parts of a path under which a name means what it means alone; and parts that say that it is about something else
 SECTIONS = frozenset([
     "actor", "adam", "advantage", "algo", "algorithm", "ckpt", "data", "ds", "env", "logger", "mixed_precision",
@@ -27,14 +31,16 @@ def suggestion(name: str, command: str, known: Iterable[str], value: Any = GIVEN
     """What to say about `name`, which `command` with the flags `known` lacks. A path of verl is "a.b.c"."""
     if value is None or (isinstance(value, (str, list, dict)) and not value):
         return "empty; leave it out"
-    exact = rows_of(name) if command in COMMANDS else []  # the small commands have no counterparts elsewhere
+    if command not in COMMANDS:
+        return _of_small(name, command, known)
+    exact = rows_of(name)
     if here := [row for row in exact if command in row.commands]:
         return _said(here, value)
     *path, leaf = name.split(".")
     means_leaf = not path or (path[-1] in SECTIONS and not FOREIGN.intersection(path))
     if means_leaf and leaf in known:  # a path of verl, or hyphens in place of underscores
         return f"did you mean --{leaf}?"
-    elsewhere = [f"{translation(row)} ({_of(row.commands)})" for row in exact]
+    elsewhere = [_elsewhere(row) for row in exact]
     owners = [other for other, kind in COMMANDS.items() if leaf in {field.name for field, _ in flags_of(kind)}]
     if owners and means_leaf:
         elsewhere.append(f"--{leaf} is {_of(owners)}")
@@ -42,10 +48,43 @@ def suggestion(name: str, command: str, known: Iterable[str], value: Any = GIVEN
         return "; ".join(elsewhere)
     if not path and (nearest := misspelled(leaf, known)):
         return f"did you mean --{nearest}?"
-    families = families_of(name) if command in COMMANDS else []
+    families = families_of(name)
     if here := [row for row in families if command in row.commands]:
         return _said(here, value)
-    return "; ".join(f"{translation(row)} ({_of(row.commands)})" for row in families) or "see --help"
+    return "; ".join(map(_elsewhere, families)) or "see --help"
+
+
+def _of_small(name: str, command: str, known: Iterable[str]) -> str:
+    """`suggestion` for a command that does not train: names of its own, then rows whose flags it has, then spelling."""
+    for names, ours in SMALL_NAMES.get(command, ()):
+        if name in names.split():
+            return ours
+    known = set(known)
+    rows = [row for row in rows_of(name) if LIKE.get(command, SFT) in row.commands]
+    for row in rows:
+        if (flags := _flags_in(row.ours)) and flags <= known:
+            return translation(row) if _flags_in(row.words) <= known else row.ours
+    nearest = name if name in known else misspelled(name, known)
+    return f"did you mean --{nearest}?" if nearest else "see --help"
+
+
+def no_such_flags(given: dict[str, Any], command: str, known: Iterable[str]) -> UserError:
+    """The error for flags that `command` lacks, as they were typed, each with its value: what to write instead of each."""
+    hints = [suggestion(name.lstrip("-").replace("-", "_"), command, known, value) for name, value in given.items()]
+    if len(given) == 1:
+        return UserError(*given, f"no such flag; {hints[0]}")
+    return UserError(f"{counted(len(given), 'flag')} that {command} lacks", listed(list(given), hints))
+
+
+def listed(names: list[str], hints: list[str]) -> str:
+    return " | ".join(f"{name} -> {hint}" for name, hint in zip(names, hints))
+
+
+def value_of(words: list[str], place: int) -> Any:
+    """The value of a flag that the parser does not know: after its "=", or the next word."""
+    _, is_joined, value = words[place].partition("=")
+    following = words[place + 1 : place + 2]
+    return value if is_joined else next((word for word in following if word[:1] != "-"), GIVEN)
 
 
 def rows_of(name: str) -> list[PeerName]:
@@ -104,6 +143,17 @@ def leaves(values: dict[str, Any], known: Iterable[str], path: str = "") -> Iter
             yield full, value
 
 
+def _elsewhere(row: PeerName) -> str:
+    """A row that is about other commands."""
+    if row.ours:
+        return f"{translation(row)} ({_of(row.commands)})"
+    return f"not of this command; in {_joined(row.commands)} {translation(row)}"
+
+
+def _flags_in(text: str) -> set[str]:
+    return set(re.findall(r"--(\w+)", text))
+
+
 def _said(rows: list[PeerName], value: Any) -> str:
     is_off = value is False or (isinstance(value, str) and value.lower() == "false")
     return "; ".join(_off(row) if is_off else translation(row) for row in rows)
@@ -138,5 +188,9 @@ def _edits(one: str, other: str) -> int:
 
 
 def _of(commands: Iterable[str]) -> str:
-    *first, last = commands
-    return f"a flag of {' and '.join(filter(None, [', '.join(first), last]))}"
+    return f"a flag of {_joined(commands)}"
+
+
+def _joined(names: Iterable[str]) -> str:
+    *first, last = names
+    return " and ".join(filter(None, [", ".join(first), last]))
