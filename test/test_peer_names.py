@@ -2,11 +2,9 @@
 
 import importlib.util
 import re
-import shlex
 from collections import Counter
 
 import pytest
-import yaml
 from launch import ROOT
 
 from trainer.cli.__main__ import OTHERS, RANKED, run, split
@@ -20,7 +18,6 @@ from trainer.flags.rules import COMMANDS
 from trainer.models.losses.preference_loss import PAIR_LOSSES
 from trainer.runs import start_line
 
-RECIPES = yaml.safe_load((ROOT / "test" / "recipes" / "recipes.yaml").read_text())
 FLAGS = {
     command: {name for field, _ in flags_of(kind) for name in (field.name, *field.metadata["aliases"])}
     for command, kind in COMMANDS.items()
@@ -160,31 +157,6 @@ def test_a_section_of_a_file_is_no_name(tmp_path):
 def test_several_unknown_flags_are_told_at_once():
     found = refused("train_sft", "--model_name_or_path", "m", "--num_train_epochs=2", "--bf16")
     assert {"--pretrain", "--max_epochs", "--param_dtype bf16"} <= set(re.split(r" -> | \| ", found)), found
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_is_translated_key_by_key(recipe, tmp_path):
-    command, settings, ours = (RECIPES[recipe][key] for key in ("command", "settings", "ours"))
-    config = tmp_path / "recipe.yaml"
-    config.write_text(yaml.dump(settings))
-    found = refused(command, "--config", str(config))
-    answers = dict(pair.split(" -> ", 1) for pair in found.split(": ", 2)[2].split(" | "))
-    assert not [key for key, answer in answers.items() if "see --help" in answer and key not in NAMELESS], answers
-
-    kind = COMMANDS[command]
-    args = parse_arguments(kind, command, shlex.split(ours))  # and what a person makes of it is accepted
-    assert args is not None
-    given = named(ours)
-    assert given <= {*settings, *named(" ".join(answers.values()))}, "a flag that no answer named"
-
-
-# keys that the table lacks on purpose: they say how many machines a role gets, or repeat a setting for log-probs
-NAMELESS = {"ref_num_nodes", "eos_token", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"}
-
-
-def test_there_are_recipes_of_every_kind():
-    assert len(RECIPES) == 20
-    assert {recipe["command"] for recipe in RECIPES.values()} == {"train_sft", "train_dpo", "train_ppo"}
 
 
 def test_the_page_is_fresh():

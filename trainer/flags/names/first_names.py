@@ -48,7 +48,7 @@ FIRST_NAMES = (
     PeerName("split train_split", "X", "--dataset_split"),
     PeerName("val_file val_path eval_path eval_file test_file eval_data_path", "X", "--eval_dataset"),
     PeerName("train_files training_data dataset_file data_file data_files", "X", "--dataset"),
-    PeerName("text_column text_key text_field prompt_column prompt_field question_key instruction_key input_column", "X", "--input_key", "", (SFT, KD, *RL)),
+    PeerName("dataset_prompt_column text_column text_key text_field prompt_column prompt_field question_key instruction_key input_column", "X", "--input_key", "", (SFT, KD, *RL)),
     PeerName("prompt_column prompt_field question_key input_column", "X", "--prompt_key", "", (RM, DPO)),
     PeerName("response_column response_key answer_key answer_column output_column completion_column", "X", "--output_key", "", (SFT, KD)),
     PeerName("answer_key answer_column label_column target_key ground_truth_key reference_key solution_key", "X", "--label_key", "the reference answer", RL),

@@ -5,7 +5,8 @@ from trainer.flags.names.peer_row import DPO, FIXED, KD, ONLINE, PPO, RL, RM, SF
 METHOD_NAMES = (
     # backend and layout
     PeerName("deepspeed", "HTLAS", "--backend deepspeed --zero_stage 3", "the stage of the JSON file; offload is --adam_offload"),
-    PeerName("fsdp fsdp_config fsdp_version actor.strategy", "HTLASV", "--backend fsdp2"),
+    PeerName("fsdp fsdp_version actor.strategy", "HTLASV", "--backend fsdp2"),
+    PeerName("fsdp_config", "HTLAS", "--backend fsdp2", "offload of parameters is --adam_offload"),
     PeerName("actor.fsdp_config.optimizer_offload", "V", "--adam_offload"),
     PeerName("actor.fsdp_config.param_offload", "V", "", "weights stay on the GPU; --adam_offload moves the optimizer"),
     PeerName("ref.fsdp_config.param_offload", "V", "--offload_ref", "", (DPO, ONLINE, PPO)),
@@ -44,7 +45,7 @@ METHOD_NAMES = (
     PeerName("use_trackio", "A", "--report_to trackio"),
     PeerName("use_mlflow", "A", "--report_to mlflow"),
     PeerName("trainer.project_name swanlab_project project logger.wandb.project", "VLHTO", "--wandb_project"),
-    PeerName("wandb_entity wandb_org wandb_group logger.wandb.org logger.wandb.group logger.wandb.key", "AO", "", "WANDB_ENTITY and WANDB_RUN_GROUP of wandb; beside --wandb_project"),
+    PeerName("wandb_entity wandb_org wandb_group logger.wandb.org logger.wandb.group logger.wandb.key", "AO", "", "WANDB_ENTITY and WANDB_RUN_GROUP of wandb; beside --report_to wandb and --wandb_project"),
     PeerName("ckpt_path ckpt.path trainer.default_local_dir", "OV", "--output_dir", "checkpoints are in it"),
     PeerName("overwrite_output_dir", "HTL", "--overwrite"),
     PeerName("trainer.test_freq eval.steps", "VO", "--eval_steps", "", FIXED),
@@ -135,7 +136,7 @@ METHOD_NAMES = (
     PeerName("trainer.critic_warmup critic.freezing_steps", "VO", "--freezing_actor_steps", "optimizer steps; a step there is a whole rollout: x data.train_batch_size / ppo_mini_batch_size", (PPO,)),
     PeerName("critic.model.path critic.model_name_or_path", "VO", "--critic_pretrain", "", (PPO,)),
     PeerName("reward_model reward_model.model.path reward.model_name_or_path", "LVO", "--reward_pretrain", "", RL),
-    PeerName("reward_funcs custom_reward_function.path", "TSV", "--reward_func", "accuracy is math; others are FILE.py or FILE.py:FUNCTION, also format; functions of TRL, OpenRLHF and verl work as they are", RL),
+    PeerName("reward_funcs custom_reward_function.path", "TSV", "--reward_func", "accuracy is math with --label_key solution; others are FILE.py or FILE.py:FUNCTION, also format; functions of TRL, OpenRLHF and verl work as they are", RL),
     PeerName("custom_reward_function.name", "V", "--reward_func", "FILE.py:NAME", RL),
     PeerName("reward_model.reward_manager", "V", "", "each response is scored alone by --reward_func; dapo is --overlong_buffer_len", RL),
     PeerName("reward.remote_url", "O", "--remote_rm_url", "", RL),
