@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,9 @@ import torch
 from launch import ROOT, _environment, run_process
 from serve_load import TEXTS, ask, load, message, request, serving
 
+from trainer.cli import train_ppo
 from trainer.datasets.demos.demo import make_demo
+from trainer.errors import UserError
 from trainer.models.reward import make_initial_reward_model
 from trainer.rollout.rewards.model_scorer import ModelScorer
 
@@ -130,6 +134,43 @@ def test_the_queue_is_bounded_and_the_gone_are_not_scored():
     assert first == small == (200, {"rewards": [1.0] * 6})
     assert refused[0] == 503 and "--max_queue is 8" in refused[1]["error"]
     assert scored.count("gone") <= 2, "what was in a batch already"
+
+
+def test_texts_that_lose_their_beginning_are_told(reward_model, capfd):
+    scorer = ModelScorer(str(reward_model / "rm"), dtype=torch.float32, device="cpu", max_len=12)
+    texts = ["Sort: 3 1", "Sort: 9 8 7 6 5 4 3 2 1 0"], ["1 3", "0 1 2 3 4 5 6 7 8 9"]
+    short, long = (scorer.input_ids(*pair) for pair in zip(*texts))
+    scorer.max_len = len(short)
+    scores, cuts = scorer.score_and_cuts(*texts)
+    assert len(long) > len(short) and cuts == [False, True] and scores == scorer.score(*texts)
+    with serving(scorer.score_and_cuts) as port:
+        body = json.dumps(dict(zip(("prompts", "responses"), texts))).encode()
+        answers = [asyncio.run(ask(port, message(body, None))) for _ in range(3)]
+        counts = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
+    for status, answer in answers:
+        assert status == 200 and answer["truncated"] == [False, True]
+        assert answer["rewards"] == pytest.approx(scores, rel=1e-4)
+    assert "serve_rm_truncated_texts_total 3" in counts and "serve_rm_texts_total 6" in counts
+    said = capfd.readouterr().out
+    assert said.count("longer than --max_len") == 1 and "warning: 1 text was longer" in said, said
+
+
+def test_train_ppo_refuses_texts_beyond_the_positions_of_its_reward_model(reward_model, tmp_path):
+    shutil.copytree(reward_model / "rm", tmp_path / "rm")
+    config = json.loads((tmp_path / "rm/config.json").read_text())
+    (tmp_path / "rm/config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    line = [
+        "--pretrain",
+        f"{reward_model}/demo/model",
+        "--dataset",
+        f"{reward_model}/demo/prompts.jsonl",
+        "--train_batch_size",
+        "8",
+    ]
+    line += ["--reward_pretrain", f"{tmp_path}/rm", "--output_dir", f"{tmp_path}/run", "--prompt_max_len", "40"]
+    with pytest.raises(UserError, match=r"40 \+ 30 tokens, more than --reward_pretrain .*/rm's 64 positions"):
+        train_ppo.check([*line, "--generate_max_len", "30"])
+    assert train_ppo.check([*line, "--generate_max_len", "24"])
 
 
 def test_a_text_that_cannot_be_scored_fails_its_own_request_only():

@@ -604,6 +604,19 @@ def test_a_reward_server_is_asked_with_texts():
     assert requests == [asked]
 
 
+def test_a_server_may_tell_which_texts_it_cut():
+    told = (200, '{"rewards": [1, 2.5], "truncated": [false, true]}')
+    with server([told]) as (url, _):
+        assert remote_scorer(url, 5, 0)(*ASKED) == ([1.0, 2.5], {"remote_rm_truncated": [0.0, 1.0]})
+    for other in ("[true]", "[0, 1]", "true", '"no"', "null"):  # of a server that means something else
+        with server([(200, f'{{"rewards": [1, 2.5], "truncated": {other}}}')]) as (url, _):
+            assert remote_scorer(url, 5, 0)(*ASKED) == ([1.0, 2.5], {}), other
+    parts = [(200, '{"rewards": [1], "truncated": [true]}')], [(200, '{"rewards": [2]}')]
+    with server(parts[0]) as (first, _), server(parts[1]) as (second, _):
+        _, metrics = remote_scorer(f"{first},{second}", 5, 0)(*ASKED)
+        assert str(metrics) == "{'remote_rm_truncated': [1.0, nan]}"
+
+
 TROUBLE = {
     "error": (500, ""),
     "garbage": (200, "garbage"),

@@ -266,19 +266,21 @@ def check_files_of(args, is_demo: bool = False) -> None:
 
 
 def check_length(args) -> None:
-    """Raise UserError for texts that are longer than the positions of a model in a local folder."""
-    try:
-        config = read_model_config(args.model.pretrain)
-        text = {**config, **(config.get("text_config") or {})}
-        limit = text.get("max_position_embeddings", text.get("n_positions"))  # GPT-2 and GPT-J have the second
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, UserError):
-        return  # a name on the hub; or the reader of the model says what is wrong with it
-    refuse_length(args, limit)
+    """Raise UserError for texts that are longer than the positions of a model in a local folder: the policy, a reward model."""
+    rewards = {f"--reward_pretrain {name}": name for name in names_in(args.scores.reward_pretrain)}
+    for whose, folder in {"the model": args.model.pretrain, **rewards}.items():
+        try:
+            config = read_model_config(folder)
+            text = {**config, **(config.get("text_config") or {})}
+            limit = text.get("max_position_embeddings", text.get("n_positions"))  # GPT-2 and GPT-J have the second
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError, UserError):
+            continue  # a name on the hub, an adapter; or the reader of the model says what is wrong with it
+        refuse_length(args, limit, whose)
 
 
-def refuse_length(args, limit: Optional[int]) -> None:
+def refuse_length(args, limit: Optional[int], whose: str = "the model") -> None:
     """Raise UserError if a prompt and its response may have more tokens than the `limit` of a model. None: no limit."""
     prompt, response = args.prompts.prompt_max_len, args.rollout.generate_max_len
     if limit and prompt + response > limit:
-        found = f"{prompt} + {counted(response, 'token')}, more than the model's {counted(limit, 'position')}"
+        found = f"{prompt} + {counted(response, 'token')}, more than {whose}'s {counted(limit, 'position')}"
         raise UserError("--prompt_max_len + --generate_max_len", found, f"up to {limit} together")

@@ -49,7 +49,7 @@ class ModelScorer:
         self.ends, self.pad_token_id = scored_ends(self.tokenizer), scoring_pad(model, self.tokenizer)
 
     def input_ids(self, prompt: str, response: str, finished: bool = True) -> list[int]:
-        """Return the tokens of a prompt and a response as `train_rm` trained them: those of the whole text.
+        """Return the tokens of a prompt and a response as `train_rm` trained them: those of the whole text, however long.
 
         A finished response gets the end of a turn in a chat, else eos, if it does not spell it out. An unfinished
         response gets neither.
@@ -58,12 +58,9 @@ class ModelScorer:
         if opening and prompt.endswith(opening):
             if finished:
                 response = self.ends.closed_text(self.ends.without_end(response, self.tokenizer.eos_token))
-            return self._cut(encode(self.tokenizer, prompt + response)[0])
+            return encode(self.tokenizer, prompt + response)[0]
         eos = [self.tokenizer.eos_token_id]
-        return self._cut(encode(self.tokenizer, prompt + response, opens=True)[0] + eos * finished)
-
-    def _cut(self, ids: list[int]) -> list[int]:
-        return ids[-self.max_len :]
+        return encode(self.tokenizer, prompt + response, opens=True)[0] + eos * finished
 
     def _as_written(self, prompt: str) -> str:
         """The text whose tokens were decoded to `prompt`: SentencePiece decodes a space behind each control token."""
@@ -79,13 +76,19 @@ class ModelScorer:
 
     def score(self, prompts: list[str], responses: list[str], finished: Optional[list[bool]] = None) -> list[float]:
         """One score per response. Raises ValueError if the lists have different lengths."""
+        return self.score_and_cuts(prompts, responses, finished)[0]
+
+    def score_and_cuts(
+        self, prompts: list[str], responses: list[str], finished: Optional[list[bool]] = None
+    ) -> tuple[list[float], list[bool]]:
+        """The scores, and for each text whether it lost its beginning: the model read its last `max_len` tokens."""
         finished = [True] * len(responses) if finished is None else finished
         if not len(prompts) == len(responses) == len(finished):
             raise ValueError(
                 f"{counted(len(prompts), 'prompt')}, {counted(len(responses), 'response')}, {len(finished)} finished"
             )
-        ids = [self.input_ids(*texts) for texts in zip(prompts, responses, finished)]
-        scores = []
+        whole = [self.input_ids(*texts) for texts in zip(prompts, responses, finished)]
+        ids, scores = [tokens[-self.max_len :] for tokens in whole], []
         for start in range(0, len(ids), self.batch_size):
             part = {"input_ids": ids[start : start + self.batch_size]}
             batch = self.tokenizer.pad(part, padding_side="right", return_tensors="pt").to(self.model.device)
@@ -94,4 +97,4 @@ class ModelScorer:
                 hidden = getattr(self.model, self.model.base_model_prefix)(**batch).last_hidden_state
                 token_scores = self.model.score(hidden[torch.arange(len(last)), last])
             scores += token_scores[:, 0].float().tolist()
-        return scores
+        return scores, [len(tokens) > self.max_len for tokens in whole]

@@ -3,6 +3,7 @@
 import http.client
 import itertools
 import json
+import math
 import random
 import time
 import urllib.error
@@ -17,6 +18,7 @@ from trainer.rollout.rewards.reward_functions import Scorer, check_scores
 from trainer.rollout.user_code import RETRIED
 
 FLAG = "--remote_rm_url"
+CUT = "remote_rm_truncated"  # a metric
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 TROUBLE = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)  # of a request or its answer
 OF_TEXTS = (400, 413, 422)  # 4xx statuses that one text of a request may cause
@@ -82,7 +84,8 @@ def remote_scorer(
 ) -> Scorer:
     """A scorer that POSTs {"prompts", "responses", "labels", "finished"} as JSON.
 
-    The answer is {"rewards": [...]}, with one number per response. Several addresses share the responses of a call. If
+    The answer is {"rewards": [...]}, with one number per response. It may also have "truncated", with true for each response
+    whose text the server cut. Their share is the metric remote_rm_truncated. Several addresses share the responses of a call. If
     one fails, the next one gets its part at once. When all have failed, they are tried again, `retries` times, after
     pauses that double each time. Then each response is asked about alone, once. Those without an answer get a `Failed`.
     A failure is a refused or lost connection, a time-out, a status other than 200, a redirect, or an answer of a wrong
@@ -92,7 +95,7 @@ def remote_scorer(
     addresses = split_urls(urls)
 
     def ask(first: int, columns: tuple[list, ...], retries: int = retries) -> list:
-        """The scores of one part, from the address of number `first` or those after it."""
+        """(score, 1.0 for a cut text) of one part, from the address of number `first` or those after it."""
         request = dict(zip(("prompts", "responses", "labels", "finished"), columns))
         body, problem = json.dumps(request).encode(), ""
         order = addresses[first:] + addresses[:first]
@@ -100,7 +103,9 @@ def remote_scorer(
             refusals = []
             for url in order:
                 try:
-                    return check_scores(f"{FLAG} {url}", _rewards(url, body, timeout, key), len(columns[1]))[0]
+                    answer = post_json(url, body, timeout, key)
+                    scores, _ = check_scores(f"{FLAG} {url}", answer["rewards"], len(columns[1]))
+                    return list(zip(scores, _cuts(answer, len(scores))))
                 except TROUBLE as error:
                     problem, refusal = trouble_of(error, f"{FLAG} {url}")
                     refusals += [refusal] if refusal else []
@@ -118,7 +123,7 @@ def remote_scorer(
             if len(columns[1]) == 1:
                 return [failed]
 
-        def alone(row: tuple) -> float | Failed:
+        def alone(row: tuple) -> tuple[float, float] | Failed:
             try:
                 return ask(first, tuple([value] for value in row), retries=0)[0]
             except Failed as failed:
@@ -132,10 +137,17 @@ def remote_scorer(
         bounds = [len(responses) * part // count for part in range(count + 1)] if count else []
         parts = [tuple(column[start:end] for column in asked) for start, end in itertools.pairwise(bounds)]
         with ThreadPoolExecutor(max(count, 1)) as threads:
-            return list(itertools.chain.from_iterable(threads.map(ask_patiently, range(count), parts))), {}
+            found = list(itertools.chain.from_iterable(threads.map(ask_patiently, range(count), parts)))
+        cuts = [math.nan if isinstance(one, Failed) else one[1] for one in found]
+        scores = [one if isinstance(one, Failed) else one[0] for one in found]
+        return scores, {} if all(map(math.isnan, cuts)) else {CUT: cuts}
 
     return score
 
 
-def _rewards(url: str, body: bytes, timeout: float, key: Optional[str]) -> list:
-    return post_json(url, body, timeout, key)["rewards"]
+def _cuts(answer: dict, count: int) -> list[float]:
+    """1.0 for each text that the server cut, else 0.0. NaN: it does not tell, or uses the word for something else."""
+    told = answer.get("truncated")
+    if not isinstance(told, list) or len(told) != count or not all(isinstance(one, bool) for one in told):
+        return [math.nan] * count
+    return list(map(float, told))

@@ -5,6 +5,7 @@ Starlette reads and answers requests in one thread. A second thread scores. Whil
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import time
@@ -36,8 +37,10 @@ from trainer.rollout.rewards.http_service import (
     server_of,
 )
 
-# score(prompts, responses, finished) -> one number per response
-Score = Callable[[list[str], list[str], list[bool]], list[float]]
+# score(prompts, responses, finished) -> one number per response; or a pair of these and, per response, if its text was cut
+Scores = list[float] | tuple[list[float], list[bool]]
+Score = Callable[[list[str], list[str], list[bool]], Scores]
+SECONDS_BETWEEN_LINES = 60.0  # about cut texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,7 @@ class Job:
     finished: list[bool]
     done: asyncio.Future
     scores: list[float] = field(default_factory=list)
+    cuts: list[bool | None] = field(default_factory=list)  # None: the scorer does not tell
     taken: int = 0  # texts that are scored, or being scored
 
 
@@ -67,11 +71,12 @@ class Batcher:
         self._jobs: deque[Job] = deque()
         self._arrived, self._thread = asyncio.Event(), ThreadPoolExecutor(1)
         self.queued, self.batches, self.texts, self.seconds = 0, 0, 0, 0.0
+        self.cut, self._told, self._quiet_until = 0, 0, 0.0
 
-    async def scores(self, prompts: list[str], responses: list[str], finished: list[bool]) -> list[float]:
-        """Raises Refused if the queue is full. A request larger than the queue is taken while nothing waits."""
+    async def scores(self, prompts: list[str], responses: list[str], finished: list[bool]) -> dict[str, list]:
+        """The answer: rewards, and truncated if the scorer tells. Raises Refused if the queue is full. A request larger than the queue is taken while nothing waits."""
         if not responses:
-            return []
+            return {"rewards": []}
         if self.queued and self.queued + len(responses) > self._limits.max_queue:
             raise Refused(
                 503, f"{counted(self.queued, 'text waits', 'texts wait')}; --max_queue is {self._limits.max_queue}"
@@ -130,15 +135,26 @@ class Batcher:
                 if not job.done.done():
                     job.done.set_exception(problem)
                 continue
-            job.scores += [next(scores) for _ in numbers]
+            for score, is_cut in itertools.islice(scores, len(numbers)):
+                job.scores.append(score)
+                job.cuts.append(is_cut)
             if len(job.scores) == len(job.responses) and not job.done.done():
-                job.done.set_result(job.scores)
+                tells = None not in job.cuts
+                job.done.set_result({"rewards": job.scores} | ({"truncated": job.cuts} if tells else {}))
 
-    async def _scores(self, texts: tuple[list, list, list]) -> tuple[Iterator[float], Optional[Refused]]:
-        """(scores, why there are none), from the thread that scores."""
+    def _tell_cuts(self) -> None:
+        """One line about cut texts, at most one a minute."""
+        if self.cut > self._told and time.monotonic() >= self._quiet_until:
+            what = counted(self.cut, "text was", "texts were")
+            print(f"warning: {what} longer than --max_len and lost the beginning, of {self.texts} so far", flush=True)
+            self._told, self._quiet_until = self.cut, time.monotonic() + SECONDS_BETWEEN_LINES
+
+    async def _scores(self, texts: tuple[list, list, list]) -> tuple[Iterator[tuple], Optional[Refused]]:
+        """(scores with whether their texts were cut, why there are none), from the thread that scores."""
         started, loop = time.perf_counter(), asyncio.get_running_loop()
         try:
-            scores = list(await loop.run_in_executor(self._thread, self._score, *texts))
+            found = await loop.run_in_executor(self._thread, self._score, *texts)
+            scores, cuts = found if isinstance(found, tuple) else (list(found), [None] * len(texts[0]))
             if len(scores) != len(texts[0]):
                 raise ValueError(f"{counted(len(scores), 'score')} for {counted(len(texts[0]), 'text')}")
         except Exception as error:  # such as no memory; the next batch may fit
@@ -148,7 +164,9 @@ class Batcher:
             self.batches += 1
             self.texts += len(texts[0])
             self.seconds += time.perf_counter() - started
-        return iter(scores), None
+        self.cut += sum(map(bool, cuts))
+        self._tell_cuts()
+        return zip(scores, cuts), None
 
 
 class Service:
@@ -183,6 +201,7 @@ class Service:
         batcher, lines = self._batcher, []
         for name, kind, value in (
             ("texts_total", "counter", batcher.texts),
+            ("truncated_texts_total", "counter", batcher.cut),
             ("batches_total", "counter", batcher.batches),
             ("scoring_seconds_total", "counter", batcher.seconds),
             ("queued_texts", "gauge", batcher.queued),
@@ -204,7 +223,7 @@ class Service:
             if not asked.done():
                 asked.cancel()
                 raise GONE
-            return as_json({"rewards": asked.result()})
+            return as_json(asked.result())
 
 
 def _texts(body: bytes, max_text: int) -> tuple[list[str], list[str], list[bool]]:

@@ -27,6 +27,7 @@ from trainer.rollout.rewards.reward_functions import (
     weighted_scorer,
 )
 from trainer.rollout.scoring import TextScores
+from trainer.runs.flag_checks import refuse_length
 from trainer.runs.rl.rl_checks import judge_options
 from trainer.runs.run_models import frozen_model, load_model
 from trainer.runs.run_setup import Setup, check_vocabulary, tokenizer_folder
@@ -108,6 +109,8 @@ def _reward_models(args: PPOArguments, setup: Setup, output_dir: str, make_batch
         )
         if model.config.num_labels != 1:
             raise UserError("--reward_pretrain", f"{name} has {counted(model.config.num_labels, 'label')}", "1")
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        refuse_length(args, positions, f"--reward_pretrain {name.strip()}")
         pad = scoring_pad(model, tokenizer)  # it may differ from the policy's pad token
         return_token_scores(model)
         model = frozen_model(setup, model, args.scores.offload_reward)
