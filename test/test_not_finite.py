@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import forked, read_steps
+from launch import in_fork, read_steps
 from safetensors.torch import load_file, save_file
 
 from trainer.datasets.demos.demo import make_demo
@@ -31,14 +31,16 @@ def sft(folder, name: str, model: str, *more: str):
     line = ["--pretrain", f"{folder}/{model}", "--dataset", f"{folder}/demo/sft.jsonl", "--apply_chat_template"]
     line += ["--max_samples", "8", "--train_batch_size", "4", "--micro_train_batch_size", "4", "--max_epochs", "2"]
     line += ["--param_dtype", "fp32", "--output_dir", f"{folder}/{name}", *more]
-    code, output = forked(1, "-m", "trainer.cli.train_sft", *line)
+    code, output = in_fork("-m", "trainer.cli.train_sft", *line)
     return code, output, read_steps(folder / name)
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "deepspeed"])
 def test_no_step_is_applied(folder, backend):
     code, output, rows = sft(folder, backend, "broken", "--backend", backend)
-    assert code and "error: step 4: loss or gradient norm not finite in the last 4 of 4 steps" in output, output[-2000:]
+    assert code == 2 and "error: step 4: loss or gradient norm not finite in the last 4 of 4 steps" in output, output[
+        -2000:
+    ]
     assert len(rows) == 4 and not (folder / backend / "model").exists()
     assert output.count("| skipped: not finite") == 4
 
@@ -46,13 +48,13 @@ def test_no_step_is_applied(folder, backend):
 def test_an_evaluation_that_is_not_finite_ends_the_run(folder):
     evaluated = ["--eval_dataset", f"{folder}/demo/sft_eval.jsonl", "--eval_steps", "1"]
     code, output, rows = sft(folder, "evaluated", "broken", *evaluated)
-    assert code and "error: step 1: the evaluation gives eval_loss nan" in output, output[-2000:]
+    assert code == 2 and "error: step 1: the evaluation gives eval_loss nan" in output, output[-2000:]
     assert len(rows) == 1 and not (folder / "evaluated/model").exists()
 
 
 def test_steps_that_follow_a_broken_update(folder):
     code, output, rows = sft(folder, "far", "demo/model", "--learning_rate", "1e30")
-    assert code and "in the last 3 of 4 steps, so no model is saved" in output, output[-2000:]
+    assert code == 2 and "in the last 3 of 4 steps, so no model is saved" in output, output[-2000:]
     assert len(rows) == 4 and not (folder / "far/model").exists()
 
 
