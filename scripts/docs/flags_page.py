@@ -31,9 +31,10 @@ Every command prints its own flags with `--help`:
 python -m trainer.cli.train_sft --help
 ```
 
-Three rules hold for all flags:
+Four rules hold for all flags:
 
 - `--config FILE` reads flags from a YAML file. Flags that follow it on the command line override the file.
+- Training takes the last value of a flag that is given more than once, and says so. The other commands refuse it.
 - A flag that is switched on or off takes no value (`--no_save`), or `true` or `false`.
 - A flag either works or is refused, with one line that says why and what to do instead.
 

@@ -11,6 +11,7 @@ from trainer.datasets.files.set_names import check_files
 from trainer.entry import quiet_libraries, run_command
 from trainer.errors import UserError
 from trainer.flags.common_flags import DataArguments, LengthArguments, SFTDataArguments
+from trainer.flags.names.sources import naming_sources
 from trainer.flags.parse_flags import arg, flat, group, parse_arguments
 from trainer.limits import raise_limits
 from trainer.runs.output_folders import check_rights, make_writable
@@ -95,7 +96,7 @@ def run(argv: list[str]) -> None:
 
 
 def main() -> None:
-    run_command(run)
+    run_command(naming_sources(run))
 
 
 if __name__ == "__main__":

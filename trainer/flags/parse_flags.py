@@ -19,6 +19,7 @@ from jsonargparse import typing as restricted
 from trainer.comma_separated import names_in
 from trainer.errors import LEFT_OUT, UserError, has_left_out
 from trainer.flags.groups import arg, flags_of, flat, from_flat, group, groups_of, set_names, with_flags
+from trainer.flags.names.repeats import refuse_repeated
 from trainer.flags.names.set_entries import spread
 from trainer.flags.names.suggestions import GIVEN, leaves, listed, no_such_flags, suggestion, value_of
 from trainer.help_texts import example_of, typed, with_default
@@ -128,6 +129,7 @@ def parse_arguments(arguments_class: type, command: str, argv: list[str], defaul
 
 def parse_group(kind: type, command: str, argv: list[str]):
     """Parse `argv` into one group of flags, which is all that a small command has. Raises like `parse_arguments`."""
+    refuse_repeated(argv)
     return kind(**_parse([kind], command, kind.__doc__, argv, {}))
 
 

@@ -18,6 +18,7 @@ from trainer.entry import end_in_a_line_at_sigterm, quiet_libraries
 from trainer.errors import UserError
 from trainer.flags.common_flags import CheckpointArguments
 from trainer.flags.groups import options_of_flags, with_flags
+from trainer.flags.names.repeats import ANNOUNCED
 from trainer.flags.rules import COMMANDS, refuse
 from trainer.limits import read_model_config, read_text
 from trainer.metrics import counted, shown_number
@@ -29,7 +30,6 @@ from trainer.strategies.options import StrategyOptions
 from trainer.terminal import fitted
 
 BF16_INSTRUCTIONS = {"avx512_bf16", "amx_bf16", "bf16"}  # of x86, of x86, of ARM, as Linux names them
-ANNOUNCED = "TRAINER_ANNOUNCED"  # a variable for ranks: the process that starts them has printed the first line
 NO_BF16 = "this CPU has no bf16 instructions"
 NO_BF16_ON_GPU = "this GPU has no bf16 instructions"
 FIRST_WITH_BF16 = 8  # compute capability: Ampere

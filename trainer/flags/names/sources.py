@@ -9,16 +9,18 @@ import yaml
 
 from trainer.errors import UserError
 from trainer.flags.names.presets import PRESETS
+from trainer.flags.names.repeats import tell
 from trainer.flags.parse_flags import read_yaml
 
 OF_TEACHER = ("advantage_estimator", "ref_model", "init_kl_coef")
 
 
 def naming_sources(act: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
-    """`act(argv)`, whose UserError says who set the flags that it names and that are not in `argv`."""
+    """`act(argv)`, whose UserError says who set the flags that it names and that are not in `argv`. It tells of repeated flags."""
 
     @functools.wraps(act)
     def named(argv: list[str]) -> Any:
+        tell(argv)
         try:
             return act(argv)
         except UserError as error:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from trainer.errors import UserError
+from trainer.flags.names.repeats import refuse_repeated
 from trainer.flags.names.suggestions import no_such_flags, value_of
 from trainer.help_texts import PlainHelp, example_of, typed
 from trainer.limits import HELP, raise_limits
@@ -26,6 +27,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):
         self.given = list(sys.argv[1:] if args is None else args)
+        refuse_repeated(self.given)
         return super().parse_known_args(self.given, namespace)
 
     def error(self, message: str) -> None:
