@@ -159,20 +159,20 @@ def test_seconds_of_a_sync_by_hand():
 def test_the_folder_of_sglang_by_hand():
     """12 servers on 8 ranks of 2 nodes: each rank has one or two, and each node writes the weights once."""
     s, w = sizes_of(meta_model("qwen3-8b")), 2 * 8_190_735_360
-    line = "--gpus 8 --nodes 2 --rollout_engine sglang --servers 12"
+    line = "--gpus 8 --nodes 2 --rollout_engine sglang"
     layout = Layout("fsdp2", 3, dp_shard=8)
-    machine, _, rollouts = plan_of(line)
+    machine, _, rollouts = plan_of(f"{line} --servers 12")
     needs = engine_needs(s, machine, rollouts)
     assert (needs.generating, needs.training, needs.host, needs.server_host, needs.on_engine) == (0, 0, 0, 0, w)
     assert (folder_copies(machine, rollouts), writing_machines(machine, rollouts)) == (1, 2)
     gathering = received_bytes(layout, s, rollouts, 2)
     copied = gathering.bytes / gathering.rate(machine) + w / 20e9
     assert sync_seconds(layout, s, machine, rollouts) == pytest.approx(copied + w / 2e9 + w / 2e9)
-    machine, _, quick = plan_of(f"{line} --folder_rate 8")
+    machine, _, quick = plan_of(f"{line} --servers 12 --folder_rate 8")
     assert sync_seconds(layout, s, machine, quick) == pytest.approx(copied + w / 4e9)
     for flags, copies, machines in (
-        ("--max_staleness 2", 3, 2),
-        ("--max_staleness 9", 4, 2),
+        ("--servers 12 --max_staleness 2", 3, 2),
+        ("--servers 12 --max_staleness 9", 4, 2),
         ("--servers 1 --max_staleness 2", 1, 1),
     ):
         machine, _, rollouts = plan_of(f"{line} {flags}")
