@@ -17,18 +17,24 @@ KIT = ROOT / "test/fake_gpu"
 ENVIRONMENT = Path(os.environ.get("FAKE_GPU_ENVIRONMENT", ROOT / "build/fake_gpu_environment"))
 sys.path.insert(0, str(KIT))
 
-from cells import MOST_WAITS, all_cells  # noqa: E402
+from cells import MOST_WAITS, NORM_TOLERANCE, TOLERANCE, all_cells  # noqa: E402
 
 
-def test_the_page_has_every_cell_with_its_figures():
+def test_the_record_and_the_page_have_every_cell_as_it_is_now():
+    """A cell that trains something else than when it ran has another digest. run.sh --missing --record runs it again."""
+    record = json.loads((KIT / "cells.json").read_text())
+    assert {name: row["digest"] for name, row in record.items()} == {cell.name: cell.digest for cell in all_cells()}
+    assert len(record) >= 180 and MOST_WAITS.keys() <= record.keys()
     lines = (ROOT / "docs/fake_gpu.md").read_text().split("## The cells")[1].splitlines()
-    rows = [line.split("|")[1:-1] for line in lines if line.startswith("| `")]
-    assert [row[0].strip().strip("`") for row in rows] == [cell.name for cell in all_cells()]
-    assert len(rows) >= 120
-    for row in rows:
-        assert float(row[1]) <= (1e-5 if " fp32" in row[0] else 1e-2), row
-        assert int(row[2]) <= MOST_WAITS.get(row[0].strip(" `"), math.inf), row
-    assert MOST_WAITS.keys() <= {cell.name for cell in all_cells()}
+    shown = {line.split("`")[1]: line.split("|")[2:-1] for line in lines if line.startswith("| `")}
+    for cell in all_cells():
+        row = record[cell.name]
+        waits = sum(row["waits"].values())
+        figures = f"{row['loss']:.0e}", f"{row['norm']:.0e}", str(waits), str(row["launches"]), f"{row['peak']:.0f}"
+        assert tuple(map(str.strip, shown[cell.name])) == figures, cell.name
+        assert row["loss"] <= TOLERANCE[cell.dtype] and row["norm"] <= NORM_TOLERANCE[cell.dtype], cell.name
+        assert waits <= MOST_WAITS.get(cell.name, math.inf), cell.name
+    assert shown.keys() == record.keys()
 
 
 @pytest.mark.skipif(
@@ -41,6 +47,24 @@ def test_a_sample_of_cells_runs(tmp_path):
         FAKE_GPU_ENVIRONMENT=str(ENVIRONMENT),
     )
     assert code == 0, output[-3000:]
+
+
+PLANTED = {
+    "policy": ("ppo 1 x fsdp2 bf16", "norm differs by"),
+    "distance": ("kd 1 x fsdp2 bf16", "loss differs by"),
+    "wait": ("sft 1 x fsdp2 fp32", "1 waits in test/fake_gpu/planted.py"),
+    "full": ("sft 1 x fsdp2 bf16", "mm float32 in bf16"),
+}
+
+
+@pytest.mark.skipif(not (ENVIRONMENT / ".installed").exists(), reason="test/fake_gpu/run.sh makes its environment")
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_fails(fault, tmp_path):
+    cell, told = PLANTED[fault]
+    command = ["bash", str(KIT / "run.sh"), "--only", cell, "--plant", fault, "--folder", str(tmp_path)]
+    code, output = run_process(command, timeout=300, FAKE_GPU_ENVIRONMENT=str(ENVIRONMENT))
+    line = next(line for line in output.splitlines() if line.startswith(f"BAD {cell} "))
+    assert code == 1 and told in line, output[-3000:]
 
 
 @pytest.mark.skipif(not (ENVIRONMENT / "kernels").exists(), reason="test/fake_gpu/run.sh installs fla and liger-kernel")

@@ -16,6 +16,9 @@ if [[ ! -f "$ENVIRONMENT/.installed" ]]; then
         liger-kernel==0.8.5 einops==0.8.2
     touch "$ENVIRONMENT/.installed"
 fi
+if [[ ! -d "$ENVIRONMENT/packages" ]]; then # apart: transformers imports torchao wherever it is installed
+    "$PYTHON" -m pip install --quiet --no-deps -c constraints.txt --target "$ENVIRONMENT/packages" torchao bitsandbytes
+fi
 LIBRARIES="$ENVIRONMENT/fake_gpu"
 "$PYTHON" test/fake_gpu/make_library.py "$LIBRARIES"
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false

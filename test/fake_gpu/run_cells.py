@@ -1,9 +1,10 @@
 """Run the cells on the fake GPU, each in forks of one process, and compare each with its run on the CPU.
 
-    test/fake_gpu/run.sh [--only TEXT] [--every N] [--out FILE] [--page FILE] [--folder FOLDER]
+    test/fake_gpu/run.sh [--only TEXT] [--every N] [--out FILE] [--record] [--missing] [--plant FAULT] [--folder FOLDER]
 
-A cell fails if its exit code is not 0, if a loss differs from the CPU's, if an operator has no values, or if a step waits
-more often than `cells.MOST_WAITS` allows.
+A cell fails if its exit code is not 0, if a loss or a norm of gradients differs from the CPU's, or if an operator has no values.
+It also fails against its row of cells.json: waits of a file that has no so many there, a tenth more launches, a larger peak, or
+other types of numbers in products. `--record` writes the rows of good cells into cells.json, and the table into docs/fake_gpu.md.
 """
 
 import argparse
@@ -22,16 +23,19 @@ import warnings
 from pathlib import Path
 
 import cells
+import planted
 import torch
 import values
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3NextConfig
 
 from trainer.errors import UserError
 from trainer.training import loop
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 240  # seconds of a cell
-TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
+RECORD = Path(__file__).with_name("cells.json")
+PLANTED = []  # the name of a fault, with --plant
+PAGE = ROOT / "docs/fake_gpu.md"
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -55,6 +59,8 @@ def make_inputs(folder):
         "linear_value_head_dim": 16,
     }
     configs = {
+        # larger weights: a model with those of a new one answers nearly evenly, as the student does
+        "teacher": AutoConfig.from_pretrained(folder / "model", initializer_range=0.3),
         "experts": Qwen3MoeConfig(**TINY, **experts, mlp_only_layers=[], decoder_sparse_step=1),
         "hybrid": Qwen3NextConfig(
             **TINY,
@@ -65,36 +71,53 @@ def make_inputs(folder):
         ),
     }
     for name, config in configs.items():
-        torch.manual_seed(0)
+        torch.manual_seed(1)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     (folder / "reward.py").write_text(REWARD)
 
 
-def count_waits(found):
-    """Let the second step say where it waited, how often kernels were launched, and which collectives had a tensor of the CPU."""
+def count_waits(found, number):
+    """Let the step of this number say where it waited, how often kernels were launched, and which types its products had."""
     library, step, state = ctypes.CDLL(None), loop.train_step, {"step": 0}
 
     def counted(*args, **kwargs):
         state["step"] += 1
-        if state["step"] != 2:
+        if state["step"] != number:
             return step(*args, **kwargs)
         library.fake_cuda_forget()
-        with warnings.catch_warnings(record=True) as seen:
+        values.PRODUCTS.clear()
+        with warnings.catch_warnings():
+            seen = []
+            warnings.showwarning = lambda message, kind, path, line, *_: seen.append(
+                (str(message), *caller(path, line))
+            )
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             row = step(*args, **kwargs)
             torch.cuda.set_sync_debug_mode("default")
         found["launches"] = library.fake_cuda_launches()
         waits = collections.Counter(
-            f"{place(warning.filename)}:{warning.lineno}"
-            for warning in seen
-            if "synchroniz" in str(warning.message) and "torch/cuda/__init__" not in warning.filename
+            f"{place(path)}:{line}"
+            for message, path, line in seen
+            if "synchroniz" in message and "torch/cuda/__init__" not in path
         )
         found["waits"] = dict(waits)
+        found["products"] = dict(values.PRODUCTS)
         return row
 
     loop.train_step = counted
+
+
+def caller(path, line):
+    """The place of a warning; of one inside values.py, the line that called the operator."""
+    frame = sys._getframe(1)
+    while path == values.__file__ or "torch/_ops" in path or "torch/utils/_pytree" in path:
+        while frame.f_code.co_filename != path:
+            frame = frame.f_back
+        frame = frame.f_back
+        path, line = frame.f_code.co_filename, frame.f_lineno
+    return path, line
 
 
 def pinned_bytes():
@@ -117,7 +140,9 @@ def flags_of(cell, folder, gpu):
     flags += f" --backend {cell.backend} {cell.layout} --device cuda" if gpu else " --backend fsdp2 --device cpu"
     if "--max_tokens_per_micro_batch" in flags:  # in place of the samples of a micro-batch
         flags = flags.replace("--micro_train_batch_size 4 ", "")
-    for name in ("model", "experts", "hybrid", "sft.jsonl", "pairs.jsonl", "prompts.jsonl"):
+    if "adafactor" in flags:  # it has no such epsilon
+        flags = flags.replace("--adam_eps 1e-5 ", "")
+    for name in ("model", "teacher", "experts", "hybrid", "sft.jsonl", "pairs.jsonl", "prompts.jsonl"):
         flags = flags.replace(f" {name} ", f" {folder}/{name} ")
     return flags.replace("ROLLOUTS", f"{folder}/rollouts/rollouts.jsonl").split()
 
@@ -131,10 +156,17 @@ def rank_of(cell, flags, rank, ranks, port, log, out, gpu):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     found, code = {"result": "ok"}, 0
+    if "--fp8" in flags or "--load_in_4bit" in flags:
+        sys.path.append(str(Path(sys.prefix) / "packages"))
     try:
         if gpu:
             values.install()
-            count_waits(found)
+            for name in PLANTED:
+                planted.FAULTS[name]()
+            if "--load_in_4bit" in flags:
+                importlib.import_module("bitsandbytes")
+                values.install("bitsandbytes")
+            count_waits(found, 1 if "--load_checkpoint" in flags else 2)
         importlib.import_module(f"trainer.cli.{cell.command}").run([*flags, "--output_dir", str(out)])
         if gpu:
             found["peak"] = torch.cuda.max_memory_allocated() / 2**20
@@ -179,24 +211,79 @@ def run_ranks(cell, flags, ranks, folder, name, gpu):
 run_ranks.count = 0
 
 
-def worst(rows, expected):
-    """The largest difference of losses, relative to the larger of 1 and the loss."""
-    losses, right = ({row["step"]: row["loss"] for row in table} for table in (rows, expected))
-    if not right or losses.keys() != right.keys():
-        return float("inf")
-    return max(abs(losses[step] - right[step]) / max(1.0, abs(right[step])) for step in right)
+def worst(rows, expected, name, least=0.0):
+    """The largest difference of a number of each step, relative to it, or to `least` where it is smaller."""
+    found, right = ({row["step"]: row[name] for row in table} for table in (rows, expected))
+    if not right or found.keys() != right.keys() or not all(map(math.isfinite, found.values())):
+        return math.inf
+    return max(abs(found[step] - right[step]) / max(least, abs(right[step])) for step in right)
 
 
-def write_page(page, table):
-    """Put the table of cells under the last heading of the page."""
-    head = page.read_text().split("| Cell |")[0]
-    lines = ["| Cell | Loss | Waits | Launches | Peak, MiB |", "|---|---:|---:|---:|---:|"]
-    for row in table:
-        figures = f"{row['difference']:.0e} | {sum(row['waits'].values())} | {row['launches']} | {row['peak']:.0f}"
-        lines.append(
-            f"| `{row['cell']}` | {figures} |" if row["good"] else f"| `{row['cell']}` | {row['result']} | | | |"
-        )
-    page.write_text(head + "\n".join(lines) + "\n")
+def by_file(waits):
+    """Waits without lines, which move with each change of a file."""
+    files = collections.Counter()
+    for where, number in waits.items():
+        files[where.rpartition(":")[0]] += number
+    return files
+
+
+def faults_of(cell, row, known):
+    """What is wrong with a row, by itself and against the recorded one, if there is any."""
+    found = [row["result"]] if row["code"] else []
+    found += [f"no values: {name}" for name in row.get("without", ())]
+    for kind, limits in (("loss", cells.TOLERANCE), ("norm", cells.NORM_TOLERANCE)):
+        if not row[kind] <= limits[cell.dtype]:
+            found.append(f"{kind} differs by {row[kind]:.1e}")
+    if row["code"]:
+        return found
+    if "--fp8" in cell.maths and not any(name.startswith("_scaled_mm float8") for name in row["products"]):
+        found.append("no product in float8")
+    found += [f"{name} in {cell.dtype}" for name in row["products"] if not may_multiply(cell, name)]
+    waits = by_file(row["waits"])
+    if sum(waits.values()) > (most := cells.MOST_WAITS.get(cell.name, math.inf)):
+        found.append(f"{sum(waits.values())} waits, not {most}")
+    if known:
+        before = by_file(known["waits"])
+        found += [f"{n} waits in {file}, not {before[file]}" for file, n in waits.items() if n > before[file]]
+        for kind, growth in (("launches", 1.1), ("peak", 1.02)):
+            if row[kind] > growth * known[kind]:
+                found.append(f"{kind} {row[kind]:.0f}, not {known[kind]:.0f}")
+    return found
+
+
+def may_multiply(cell, name):
+    """Whether a cell may have a product of this kind and type, such as `mm float32`."""
+    kind, dtype = name.split()
+    if cell.dtype == "fp32" or dtype != "float32":
+        return True
+    return (cell.model, kind) == ("hybrid", "bmm")  # the gated delta rule of transformers keeps its states in fp32
+
+
+def write_page(record):
+    """Put the table of all cells under the last heading of the page."""
+    head = PAGE.read_text().split("| Cell |")[0]
+    lines = ["| Cell | Loss | Norm | Waits | Launches | Peak, MiB |", "|---|---:|---:|---:|---:|---:|"]
+    for cell in cells.all_cells():
+        row = record.get(cell.name, {})
+        figures = "not run | | | | "
+        if row.get("digest") == cell.digest:
+            waits = sum(row["waits"].values())
+            figures = f"{row['loss']:.0e} | {row['norm']:.0e} | {waits} | {row['launches']} | {row['peak']:.0f}"
+        lines.append(f"| `{cell.name}` | {figures} |")
+    PAGE.write_text(head + "\n".join(lines) + "\n")
+
+
+def run_cell(cell, folder, name):
+    """`run_ranks` of a cell on the fake GPU; if it is a resumed one, of its second process."""
+    flags = flags_of(cell, folder, True)
+    if not cell.resume:
+        return run_ranks(cell, flags, cell.ranks, folder, name, gpu=True)
+    ended = run_ranks(cell, [*flags, "--save_steps", "1"], cell.ranks, folder, f"{name}_first", gpu=True)
+    if ended[0]:
+        return ended
+    checkpoint = str(folder / "runs" / f"{name}_first" / "checkpoints/step_1")
+    flags.remove("--overwrite")
+    return run_ranks(cell, [*flags, "--load_checkpoint", checkpoint], cell.ranks, folder, name, gpu=True)
 
 
 def main():
@@ -207,8 +294,13 @@ def main():
     parser.add_argument(
         "--out", type=Path, help="write the rows to this JSON file; good rows that it has are not run again"
     )
-    parser.add_argument("--page", type=Path, help="write the table of all cells into this page")
+    parser.add_argument(
+        "--missing", action="store_true", help="run the cells that cells.json does not have as they are"
+    )
+    parser.add_argument("--plant", choices=planted.FAULTS, help="each cell has this fault, and should fail")
+    parser.add_argument("--record", action="store_true", help="write good rows into cells.json, and docs/fake_gpu.md")
     options = parser.parse_args()
+    PLANTED.extend([options.plant] if options.plant else [])
     folder = options.folder.resolve()
     os.environ["HF_HUB_OFFLINE"] = "1"
     first = cells.Cell("train_ppo", "fsdp2")
@@ -228,41 +320,50 @@ def main():
         assert code == 0, result
         (folder / "runs/rollouts").rename(folder / "rollouts")
     references, known, table = {}, {}, []
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if options.out and options.out.exists():
-        known = {row["cell"]: row for row in json.loads(options.out.read_text()) if row["good"]}
-    chosen = [cell for cell in cells.all_cells() if options.only in cell.name][:: options.every]
+        known = {row["cell"]: row for row in json.loads(options.out.read_text()) if not row["faults"]}
+    chosen = [cell for cell in cells.all_cells() if options.only in cell.name]
+    if options.missing:
+        chosen = [cell for cell in chosen if record.get(cell.name, {}).get("digest") != cell.digest]
+    chosen = chosen[:: options.every]
     for number, cell in enumerate(chosen):
-        if cell.name in known:
-            table.append(known[cell.name])
+        if known.get(cell.name, {}).get("digest") == cell.digest:
+            row = known[cell.name]
+            table.append(row | {"faults": faults_of(cell, row, None)})
             continue
         key = (cell.command, cell.maths, cell.dtype, cell.model)
         if key not in references:
-            references[key] = run_ranks(
-                cell, flags_of(cell, folder, False), 1, folder, f"cpu_{len(references)}", gpu=False
-            )
-        code, result, rows, seconds = run_ranks(
-            cell, flags_of(cell, folder, True), cell.ranks, folder, f"gpu_{number}", gpu=True
-        )
-        row = {"cell": cell.name, "code": code, "seconds": round(seconds, 1), "ranks": cell.ranks, **result}
+            flags = flags_of(cell, folder, False)
+            references[key] = run_ranks(cell, flags, 1, folder, f"cpu_{len(references)}", gpu=False)
+        code, result, rows, seconds = run_cell(cell, folder, f"gpu_{number}")
+        row = {"cell": cell.name, "digest": cell.digest, "code": code, "ranks": cell.ranks, **result}
+        right = references[key][2][1:] if cell.resume else references[key][2]
         # --verify_resume compares its own steps bit by bit, and writes no metrics
         proved = "--verify_resume" in cell.layout and code == 0
-        row["difference"] = 0.0 if proved else worst(rows, references[key][2])
-        good = code == 0 and row["difference"] <= TOLERANCE[cell.dtype] and not row.get("without")
-        good = good and sum(row["waits"].values()) <= cells.MOST_WAITS.get(cell.name, math.inf)
-        row["good"] = good
+        row["loss"] = 0.0 if proved else worst(rows, right, "loss", least=1.0)
+        row["norm"] = 0.0 if proved else worst(rows, right, "grad_norm")
+        same = record.get(cell.name) if record.get(cell.name, {}).get("digest") == cell.digest else None
+        row["faults"] = faults_of(cell, row, None if options.record else same)
         table.append(row)
         if options.out:
             options.out.write_text(json.dumps(table, indent=1) + "\n")
-        waits = sum(row.get("waits", {}).values())
         print(
-            f"{'ok ' if good else 'BAD'} {cell.name:75} code {code} loss {row['difference']:.1e} waits {waits} "
-            f"launches {row.get('launches', '-')} peak {row.get('peak', 0):.0f} MiB {seconds:.0f} s"
-            + ("" if good else f" | {row['result']} {row.get('without', '')} log gpu_{number}.0.log"),
+            f"{'BAD' if row['faults'] else 'ok '} {cell.name:75} code {code} loss {row['loss']:.1e} norm {row['norm']:.1e} "
+            f"waits {sum(row.get('waits', {}).values())} launches {row.get('launches', '-')} "
+            f"peak {row.get('peak', 0):.1f} MiB {seconds:.0f} s"
+            + (f" | {'; '.join(row['faults'])} | log gpu_{number}.0.log" if row["faults"] else ""),
             flush=True,
         )
-    if options.page:
-        write_page(options.page, table)
-    bad = sum(not row["good"] for row in table)
+    if options.out:
+        options.out.write_text(json.dumps(table, indent=1) + "\n")
+    bad = sum(bool(row["faults"]) for row in table)
+    if options.record:
+        kept = ("digest", "loss", "norm", "waits", "launches", "peak", "products")
+        record |= {row["cell"]: {name: row[name] for name in kept} for row in table if not row["faults"]}
+        record = {cell.name: record[cell.name] for cell in cells.all_cells() if cell.name in record}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        write_page(record)
     print(f"{len(table)} cells, {bad} bad")
     sys.exit(bool(bad))
 

@@ -7,6 +7,7 @@ What has no kernel for the CPU has a formula in FORMULAS, or is in `WITHOUT` aft
 Kernels that Triton compiles are not reached.
 """
 
+import collections
 import ctypes
 import itertools
 
@@ -23,6 +24,10 @@ NO_VALUES = {
 SIZED_BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 ALSO = ["aten::copy_", "aten::convolution", "aten::convolution_backward"]  # registered for all devices at once
 WITHOUT = set()
+# how often each product was called with which type: what runs on a GPU's matrix units, or would
+MULTIPLY = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "convolution", "addmv", "mv", "dot"}
+TAKES_SUMMAND = {"addmm", "baddbmm", "addmv"}
+PRODUCTS = collections.Counter()
 EMPTY = torch.empty(0)
 LIBRARIES = []
 
@@ -69,7 +74,7 @@ def on_host(op, args, kwargs, device):
 def override(op, name, kernel):
     formula = FORMULAS.get(name)
     base = name.split("::")[1].split(".")[0]
-    packet = getattr(torch.ops.aten, base)  # takes the overload for a number
+    packet = getattr(getattr(torch.ops, name.split("::")[0]), base)  # takes the overload for a number
     written = [
         place
         for place, argument in enumerate(op._schema.arguments)
@@ -97,6 +102,9 @@ def override(op, name, kernel):
 
     def run(keyset, *args, **kwargs):
         device = torch.cuda.current_device()
+        if base in MULTIPLY or "attention" in base:
+            factor = next(a for a in args[int(base in TAKES_SUMMAND) :] if isinstance(a, torch.Tensor))
+            PRODUCTS[f"{base} {str(factor.dtype).removeprefix('torch.')}"] += 1
         if name == "aten::pow.Scalar":  # its code calls others with a number in GPU memory, which Python cannot take
             return torch.pow(
                 torch.full((), args[0], dtype=torch.result_type(args[1], args[0]), device=args[1].device), args[1]
@@ -151,14 +159,18 @@ def attention(query, key, value, causal, scale=None, bias=None, left=None):
     return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
-def attention_backward(grad, query, key, value, causal, scale=None, bias=None, left=None):
-    """The gradients of `attention` for queries, keys and values: dS = P (dP - sum(dP P)) scale."""
+def attention_backward(grad, query, key, value, out, sums, causal, scale=None, bias=None, left=None):
+    """The gradients of `attention` for queries, keys and values: dS = P (dP - sum(dO O)) scale.
+
+    As in the kernels, P comes from the log-sum-exps that are given, and O is given. In ring attention, and for shared prompts,
+    both are those of all keys, and these keys are a part of them.
+    """
     scale, heads = scale or query.shape[-1] ** -0.5, key.shape[1]
     scores, wide_key = scores_of(query, key, causal, scale, bias, left)
     wide_value = value.float().repeat_interleave(query.shape[1] // heads, 1)
-    grad, weights = grad.float(), scores.softmax(-1)
-    grad_weights = grad @ wide_value.transpose(-1, -2)
-    grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True)) * scale
+    sums = sums[..., : scores.shape[-2], None].float()
+    grad, weights = grad.float(), torch.where(sums.isinf(), 0.0, (scores - sums).exp())  # rows without a key have none
+    grad_scores = weights * (grad @ wide_value.transpose(-1, -2) - (grad * out.float()).sum(-1, keepdim=True)) * scale
     grads = grad_scores @ wide_key, grad_scores.transpose(-1, -2) @ query.float(), weights.transpose(-1, -2) @ grad
     return grads[0], *(x.unflatten(1, (heads, -1)).sum(2) for x in grads[1:])
 
@@ -174,7 +186,7 @@ def flash_forward(result, query, key, value, dropout_p=0.0, is_causal=False, ret
 
 def flash_backward(result, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
                    philox_seed, philox_offset, *, scale=None):  # fmt: skip
-    fill(result[:3], attention_backward(*map(host, (grad_out, query, key, value)), is_causal, scale))
+    fill(result[:3], attention_backward(*map(host, (grad_out, query, key, value, out, logsumexp)), is_causal, scale))
 
 
 def efficient_forward(
@@ -188,7 +200,8 @@ def efficient_forward(
 
 def efficient_backward(result, grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p,
                        grad_input_mask, is_causal=False, *, scale=None):  # fmt: skip
-    grads = attention_backward(*map(host, (grad_out, query, key, value)), is_causal, scale, host(attn_bias))
+    given = map(host, (grad_out, query, key, value, out, logsumexp))
+    grads = attention_backward(*given, is_causal, scale, host(attn_bias))
     fill(result[:3], grads)
 
 
@@ -220,11 +233,12 @@ def varlen_forward(result, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k
 
 def varlen_backward(result, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
                     rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None, **more):  # fmt: skip
-    grad_out, query, key, value = map(host, (grad_out, query, key, value))
+    grad_out, query, key, value, out, sums = map(host, (grad_out, query, key, value, out, logsumexp))
     causal = is_causal or window_size_right == 0
     for q, k in rows_of(cum_seq_q, cum_seq_k, query.shape[0]):
         parts = heads_first(grad_out, q), heads_first(query, q), heads_first(key, k), heads_first(value, k)
-        grads = attention_backward(*parts, causal, scale, left=window_size_left)
+        own_sums = sums[q] if cum_seq_q is None else sums[:, q]
+        grads = attention_backward(*parts, heads_first(out, q), own_sums[None], causal, scale, left=window_size_left)
         for target, place, grad in zip(map(host, result[:3]), (q, k, k), grads, strict=True):
             target[place] = grad[0].transpose(0, 1).to(target.dtype)
 
@@ -238,7 +252,19 @@ def log_sigmoid_backward(result, grad_output, tensor, buffer, **unused):
     host(result).copy_(host(grad_output) * torch.sigmoid(-host(tensor).float()))
 
 
+def four_bits_out(result, tensor, absmax, blocksize, quant_type, shape, dtype, out):
+    tensor, absmax, out = map(host, (tensor, absmax, out))
+    out.copy_(torch.ops.bitsandbytes.dequantize_4bit(tensor, absmax, blocksize, quant_type, shape, dtype))
+
+
+def blocks_out(result, tensor, absmax, code, blocksize, dtype, out):
+    tensor, absmax, code, out = map(host, (tensor, absmax, code, out))
+    out.copy_(torch.ops.bitsandbytes.dequantize_blockwise(tensor, absmax, code, blocksize, dtype))
+
+
 FORMULAS = {
+    "bitsandbytes::dequantize_4bit.out": four_bits_out,
+    "bitsandbytes::dequantize_blockwise.out": blocks_out,
     "aten::histc": integer_histogram,
     "aten::log_sigmoid_backward": log_sigmoid_backward,
     "aten::log_sigmoid_backward.grad_input": log_sigmoid_backward,
@@ -251,19 +277,19 @@ FORMULAS = {
 }
 
 
-def install():
-    """Give every operator of aten that has a CUDA kernel its values."""
-    library = torch.library.Library("aten", "IMPL")
-    for name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")) + ALSO:
-        if not name.startswith("aten::"):
+def install(namespace="aten"):
+    """Give every operator of a package that has a CUDA kernel its values."""
+    library = torch.library.Library(namespace, "IMPL")
+    also = ALSO if namespace == "aten" else []
+    for name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")) + also:
+        if not name.startswith(f"{namespace}::"):
             continue
-        base, _, overload = name.removeprefix("aten::").partition(".")
-        packet = getattr(torch.ops.aten, base, None)
+        own = name.removeprefix(f"{namespace}::")
+        base, _, overload = own.partition(".")
+        packet = getattr(getattr(torch.ops, namespace), base, None)
         op = getattr(packet, overload or "default", None)
         if op is None or base in NO_VALUES:
             continue
         kernel = torch.library.get_kernel(name, "CUDA")
-        library.impl(
-            name.removeprefix("aten::"), override(op, name, kernel), "CUDA", with_keyset=True, allow_override=True
-        )
+        library.impl(own, override(op, name, kernel), "CUDA", with_keyset=True, allow_override=True)
     LIBRARIES.append(library)
