@@ -136,6 +136,23 @@ def test_threads_of_one_process_take_turns(tmp_path):
     assert len(most) == 80 and max(most) == 1 and not os.listdir(tmp_path)
 
 
+def test_a_folder_that_goes_before_its_lock_is_opened_is_made_again(tmp_path, monkeypatch):
+    folders, made = WeightFolders(str(tmp_path / "w")), []
+    makedirs = os.makedirs
+
+    def make(path: str, **options) -> None:
+        made.append(path)
+        makedirs(path, **options)
+        if len(made) == 1:
+            os.rmdir(path)  # as `leave` of another rank does
+
+    monkeypatch.setattr(os, "makedirs", make)
+    with folders.turn():
+        assert os.listdir(folders.path) == [LOCK] and len(made) == 2
+    with pytest.raises(FileNotFoundError), folders.turn():
+        raise FileNotFoundError  # of what is done inside
+
+
 def test_a_write_that_fails_leaves_no_version(tmp_path):
     folders = WeightFolders(str(tmp_path / "w"))
     with pytest.raises(OSError, match="full"), folders.turn():

@@ -49,9 +49,13 @@ class WeightFolders:
         """Only one rank, or one thread of it, is inside."""
         while True:
             os.makedirs(self.path, exist_ok=True)
-            with open(os.path.join(self.path, LOCK), "a") as file:
+            with contextlib.ExitStack() as stack:
+                try:
+                    file = stack.enter_context(open(os.path.join(self.path, LOCK), "a"))
+                except FileNotFoundError:  # `leave` of another rank has removed the folder meanwhile
+                    continue
                 fcntl.flock(file, fcntl.LOCK_EX)
-                if _is_file_of(file, file.name):  # else `leave` of another rank has removed it meanwhile
+                if _is_file_of(file, file.name):  # else it has removed the file
                     yield
                     return
 
