@@ -116,14 +116,16 @@ def test_samples_and_losses_are_those_of_the_hf_engine_also_after_syncs(runs, fo
     assert not list((folder / "shared").iterdir()), "the weights are removed at the end"
 
 
-@pytest.mark.parametrize(("name", "place"), [("two", "shared"), ("both_ahead", "shared_ahead")])
-def test_the_ranks_of_a_machine_write_each_version_once(runs, folder, name, place):
-    """Each of the two ranks has a server. Both servers read the same folder."""
+@pytest.mark.parametrize(
+    ("name", "place", "least"), [("two", "shared", STEPS), ("both_ahead", "shared_ahead", STEPS - 1)]
+)
+def test_the_ranks_of_a_machine_write_each_version_once(runs, folder, name, place, least):
+    """Each of the two ranks has a server. Both servers read the same folder. Ahead, the last rollout may need no new weights."""
     stubs, _ = runs
     places = {}
     for update in (update for stub in stubs[name] for update in stub.updates):
         places.setdefault(update["weight_version"], set()).add(update["model_path"])
-    assert len(places) >= STEPS and all(stub.updates for stub in stubs[name])
+    assert len(places) >= least and all(stub.updates for stub in stubs[name])
     assert all(paths == {f"{folder}/{place}/{Path(*paths).parent.name}/{one}"} for one, paths in places.items()), places
     assert len({Path(path).parent for paths in places.values() for path in paths}) == 1
     assert not list((folder / place).iterdir())
