@@ -130,7 +130,10 @@ def shorten(commands: list[Command], port: int) -> None:
             exported |= dict(word.split("=", 1) for word in shlex.split(command.text)[1:] if "=" in word)
         command.env = {**exported, **command.env}
         if command.kind == "server":
-            command.argv += ["--port", str(port)]
+            if (given := value_of(command.argv, "--port")) is not None:  # small commands refuse a flag that comes twice
+                command.argv[command.argv.index(given)] = str(port)
+            else:
+                command.argv += ["--port", str(port)]
         if command.kind == "train":
             command.argv += _short_flags(command)
 

@@ -204,7 +204,7 @@ class ReaderCases(Cases):
         del answers[:-1]
         engine = object.__new__(kind)
         engine._key, engine._vocab_size, engine._checksum, engine._num_aborts = None, 64, "", 0
-        engine._cache_salt = "mark"
+        engine._mark = "mark"
 
         def read() -> str:
             found = engine._complete(url, SAMPLING, [1], 0, 8)

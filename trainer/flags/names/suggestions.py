@@ -41,9 +41,8 @@ def suggestion(name: str, command: str, known: Iterable[str], value: Any = GIVEN
     if means_leaf and leaf in known:  # a path of verl, or hyphens in place of underscores
         return f"did you mean --{leaf}?"
     elsewhere = [_elsewhere(row) for row in exact]
-    owners = [other for other, kind in COMMANDS.items() if leaf in {field.name for field, _ in flags_of(kind)}]
-    if owners and means_leaf:
-        elsewhere.append(f"--{leaf} is {_of(owners)}")
+    if means_leaf and (owned := _owned(leaf)):
+        elsewhere.append(owned)
     if elsewhere:
         return "; ".join(elsewhere)
     if not path and (nearest := misspelled(leaf, known)):
@@ -64,8 +63,16 @@ def _of_small(name: str, command: str, known: Iterable[str]) -> str:
     for row in rows:
         if (flags := _flags_in(row.ours)) and flags <= known:
             return translation(row) if _flags_in(row.words) <= known else row.ours
+    if name not in known and (owned := _owned(name)):
+        return owned
     nearest = name if name in known else misspelled(name, known)
     return f"did you mean --{nearest}?" if nearest else "see --help"
+
+
+def _owned(name: str) -> str:
+    """Which commands of training have this flag; empty if none has it."""
+    owners = [other for other, kind in COMMANDS.items() if name in {field.name for field, _ in flags_of(kind)}]
+    return f"--{name} is {_of(owners)}" if owners else ""
 
 
 def no_such_flags(given: dict[str, Any], command: str, known: Iterable[str]) -> UserError:
