@@ -1,6 +1,6 @@
 """Run two recipes of tinker-cookbook unchanged against `serve_train`, then the same by `train_sft` and `train_ppo`.
 
-Run it in an environment with `pip install tinker tinker_cookbook`. Name the command `trainer` of the server's environment:
+Run it in an environment with `pip install tinker "tinker_cookbook[math-rl]"`. Name the command `trainer` of the server's environment:
 
     python scripts/tinker_recipes.py .venv/bin/trainer FOLDER [--nproc 2]
 
