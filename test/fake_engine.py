@@ -4,13 +4,13 @@ The tokens of a response are a function of its prompt and its seed, so it does n
 also tell which weights it is from, see `mark_of`.
 """
 
-import contextlib
 import hashlib
 import json
 import secrets
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from quiet_server import QuietHandler, QuietServer
 
 from trainer.rollout.engines.checksum import Checksum
 from trainer.rollout.engines.weight_stream import WeightStream
@@ -53,32 +53,16 @@ class FakeServer:
         self.in_flight = self.most_in_flight = self.syncs = 0
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 answer = outer.answer(self.path, body)
                 if answer is None:  # as a process that is killed
                     self.connection.close()
                     return
-                data = json.dumps(answer).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                with contextlib.suppress(OSError):
-                    self.wfile.write(data)
+                self.reply(200, answer)
 
-            def log_message(self, *_) -> None:
-                pass
-
-        class Quiet(ThreadingHTTPServer):
-            daemon_threads, request_queue_size = True, 128
-
-            def handle_error(self, *_) -> None:
-                pass
-
-        self._server = Quiet(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = QuietServer(Handler).url
 
     def die(self, seconds: float) -> None:
         self.checksum, self._back_at = "", time.monotonic() + seconds

@@ -5,15 +5,14 @@ Paths, methods, fields, answers and statuses are those of `srt/entrypoints/http_
 it ignores some of them. Only the random numbers differ: they are those of our engines, so that runs can be compared.
 """
 
-import contextlib
 import json
 import threading
 import time
 import uuid
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import torch
+from quiet_server import QuietHandler, QuietServer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -101,34 +100,18 @@ class SGLangStub:
         self.hurry = lambda: None  # called before each token
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 size = int(self.headers.get("Content-Length", 0))
                 status, answer = outer.answer(self.command, self.path, self.rfile.read(size), self.headers)
                 if status is None:  # as a process that is killed
                     self.connection.close()
                     return
-                data = b"" if answer is None else json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                with contextlib.suppress(OSError):
-                    self.wfile.write(data)
+                self.reply(status, answer)
 
             do_POST = do_PUT = do_GET
 
-            def log_message(self, *_) -> None:
-                pass
-
-        class Quiet(ThreadingHTTPServer):
-            daemon_threads, request_queue_size = True, 128
-
-            def handle_error(self, *_) -> None:
-                pass
-
-        self._server = Quiet(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = QuietServer(Handler).url
 
     def die(self, seconds: float) -> None:
         """Be gone, and start again."""

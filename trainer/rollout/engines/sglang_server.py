@@ -90,11 +90,8 @@ class SGLangServerEngine(ServerEngine):
                 num_bytes += value.nbytes
                 yield name, value
 
-        self.sync_facts, source, allowed = (
-            {"sync_sent_bytes": 0},
-            watched(),
-            "a folder with room, and with locks of files",
-        )
+        self.sync_facts, source = {"sync_sent_bytes": 0}, watched()
+        allowed = "a folder with room, and with locks of files"
         if not self.own_only:  # all ranks are here, and gathering a tensor needs all of them
             together(lambda: self._write_now(source, came), "--sync_folder", self._folders.path, allowed)
             self._checksum = came.hexdigest()
