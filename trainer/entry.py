@@ -143,7 +143,18 @@ def of_this_process(handle: Callable[[int, object], None]) -> Callable[[int, obj
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
+    handle_here.of_one_process = True
     return handle_here
+
+
+def _forget_handlers() -> None:
+    """Python runs no handler of a signal that comes just before a long call, so the kernel is to end a fork."""
+    for number in signal.valid_signals():
+        if hasattr(signal.getsignal(number), "of_one_process"):
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget_handlers)
 
 
 def end_with_parent() -> None:
