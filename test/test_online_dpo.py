@@ -109,6 +109,16 @@ def test_what_is_logged(folder):
     assert "kl" not in read_steps(folder / "simpo")[0]
 
 
+def test_log_probs_of_the_engine_are_those_of_training_on_every_layout(folder):
+    """The first step of a rollout compares them. Two steps are one rollout of four pairs."""
+    for name in ("dpo", "simpo", *LAYOUTS):
+        rows = read_steps(folder / name)
+        assert all(row["rollout_logprob_diff"] < 1e-5 for row in rows[:2]), name
+    # the replay of layouts compares with the log-probs in the file, which are of weights that are equal but for rounding
+    values = {name: [row["rollout_logprob_diff"] for row in read_steps(folder / name)] for name in ("dpo", *LAYOUTS)}
+    assert all(0 < max(of_one) < 1e-4 for of_one in values.values()), values
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -119,6 +129,7 @@ def test_what_is_logged(folder):
         ["--aux_loss_coef", "0.1"],
         ["--ref_model", "m", "--loss", "simpo"],
         ["--label_smoothing", "0.1"],
+        ["--temperature", "0.5", "--rollout_engine", "sglang", "--engine_urls", "http://a"],
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags):

@@ -1,5 +1,6 @@
 """--max_logprob_diff: an engine that samples from another model ends the run, also if each of its weights is right."""
 
+import pytest
 from launch import SHORT_ROLLOUTS, forked, read_steps
 
 from trainer.datasets.demos.demo import make_demo
@@ -25,12 +26,16 @@ def reward(prompts, responses, labels):
 """
 
 
-def test_a_stale_value_in_the_engine_ends_the_run_in_one_line(tmp_path):
+COMMANDS = {"train_ppo": ["--advantage_estimator", "group_norm"], "train_dpo": ["--online", "--label_key", "label"]}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_stale_value_in_the_engine_ends_the_run_in_one_line(tmp_path, command):
     make_demo(str(tmp_path / "demo"))
     (tmp_path / "stale.py").write_text(STALE)
-    line = ["train_ppo", "--pretrain", f"{tmp_path}/demo/model", "--dataset", f"{tmp_path}/demo/prompts.jsonl"]
+    line = [command, "--pretrain", f"{tmp_path}/demo/model", "--dataset", f"{tmp_path}/demo/prompts.jsonl"]
     line += [*SHORT_ROLLOUTS, "--no_save", "--n_samples_per_prompt", "4", "--max_steps", "2", "--param_dtype", "fp32"]
-    line += ["--train_batch_size", "16", "--micro_train_batch_size", "4", "--advantage_estimator", "group_norm"]
+    line += ["--train_batch_size", "2", "--micro_train_batch_size", "2", *COMMANDS[command]]
     line += ["--reward_func", f"{tmp_path}/stale.py:reward", "--output_dir"]
     code, output = forked(1, "-m", f"trainer.cli.{line[0]}", *line[1:], f"{tmp_path}/ended")
     assert code != 0 and "--max_logprob_diff" in output and "differ by" in output, output[-2000:]

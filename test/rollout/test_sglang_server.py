@@ -66,6 +66,15 @@ def line_of(folder, name: str, stubs: list[SGLangStub], *more: str) -> list[str]
     return ["train_ppo", *line, *more]
 
 
+def pairs_line(folder, name: str, stubs: list) -> list[str]:
+    """The same for `train_dpo --online`: eight pairs of two answers."""
+    _, *line = line_of(folder, name, stubs)
+    place = line.index("--advantage_estimator")
+    del line[place : place + 2]
+    line[line.index("--train_batch_size") + 1] = "8"
+    return ["train_dpo", "--online", *line]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sglang")
@@ -82,7 +91,7 @@ def stub_of(folder, **options) -> SGLangStub:
 @pytest.fixture(scope="module")
 def runs(folder):
     stubs = {"two": [stub_of(folder), stub_of(folder, dies_after=4, gone=0.2)]}
-    stubs |= {name: [stub_of(folder)] for name in ("cut", "ahead", "env")}
+    stubs |= {name: [stub_of(folder)] for name in ("cut", "ahead", "env", "pairs")}
     stubs["both_ahead"] = [stub_of(folder), stub_of(folder)]
     ahead = ["--max_staleness", "1", "--partial_rollouts", "--tis_cap", "2", "--max_logprob_diff", "10"]
     lines = [
@@ -92,6 +101,7 @@ def runs(folder):
         line_of(folder, "ahead", stubs["ahead"], *ahead),
         line_of(folder, "both_ahead", stubs["both_ahead"], *ahead, "--sync_folder", str(folder / "shared_ahead")),
         line_of(folder, "env", stubs["env"], "--env", f"{folder}/talker.py"),
+        pairs_line(folder, "pairs", stubs["pairs"]),
     ]
     return stubs, train_many(2, lines, folder, timeout=250)
 
@@ -131,12 +141,12 @@ def test_the_ranks_of_a_machine_write_each_version_once(runs, folder, name, plac
     assert not list((folder / place).iterdir())
 
 
-@pytest.mark.parametrize("name", ["cut", "env"])
+@pytest.mark.parametrize("name", ["cut", "env", "pairs"])
 def test_log_probs_of_other_runs_are_those_of_training(runs, folder, name):
     stubs, _ = runs
     rows = read_steps(folder / name)
     assert len(rows) == STEPS and len(stubs[name][0].updates) > 1
-    assert all(row["rollout_logprob_diff_max"] < 1e-5 for row in rows)
+    assert all(row[f"rollout_logprob_diff{'' if name == 'pairs' else '_max'}"] < 1e-5 for row in rows)
     if name == "cut":
         samples = [one for each in read_rollouts(f"{folder}/cut/rollouts.jsonl") for one in each]
         assert all(1 <= len(kept) <= 5 for one in samples for kept in one.kept_ids) and samples[0].kept_ids
@@ -148,11 +158,13 @@ def test_ahead_samples_have_the_version_of_their_weights(runs, folder):
     assert all(0 <= number - one.version <= 1 for number, each in enumerate(rollouts) for one in each)
 
 
-def test_a_server_that_keeps_old_weights_ends_the_run(folder):
+@pytest.mark.parametrize("line", [line_of, pairs_line])
+def test_a_server_that_keeps_old_weights_ends_the_run(folder, line):
     stale = stub_of(folder, ignores_after=1)
-    code, output = in_fork("-m", "trainer.cli.train_ppo", *line_of(folder, "stale", [stale])[1:])
+    command, *flags = line(folder, f"stale-{line.__name__}", [stale])
+    code, output = in_fork("-m", f"trainer.cli.{command}", *flags)
     assert code == 2 and "error: --max_logprob_diff: 0.0001, but log-probs of the engine" in output, output[-2000:]
-    assert len(stale.updates) == 2 and len(read_steps(folder / "stale")) == 1
+    assert len(stale.updates) == 2 and len(read_steps(folder / f"stale-{line.__name__}")) == 1
 
 
 # --- the engine of one rank

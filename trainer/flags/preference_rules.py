@@ -62,11 +62,11 @@ ONLINE_RULES = (
          "pairs of the model's own answers have only text", "Take rows without images."),
     *PAIR_RULES,
     *LOSS_RULES,
-    Rule("precompute_ref_logps aux_loss_coef max_staleness routing_replay share_prompts sample_pages max_logprob_diff",
+    Rule("precompute_ref_logps aux_loss_coef max_staleness routing_replay share_prompts sample_pages",
          lambda f: True, "with --online", "this is not built for pairs of the model's own answers", REMOVE),
-    Rule("rollout_engine", lambda f: True, "with --online",
-         "only log-probs show which weights its servers have, and pairs are not compared with them",
-         "Take --rollout_engine hf or vllm_server.", values=("sglang",)),
+    Rule("temperature top_p top_k min_p", lambda f: f.rollout_engine == "sglang", "with --online and --rollout_engine sglang",
+         "only log-probs show which weights its servers have, and the loss has those of temperature 1 and of all tokens",
+         "Remove the flag, or take --rollout_engine vllm_server."),
     Rule("allow_no_stop", lambda f: True, "with --online", "the model's own answers end with the stop token that it wrote", REMOVE),
 )
 # fmt: on

@@ -6,6 +6,7 @@ import torch
 
 from trainer.comma_separated import names_in
 from trainer.datasets.batches.packing import IGNORE
+from trainer.metrics import MetricSum
 from trainer.models.lora import fixed_model
 from trainer.models.losses.preference_loss import PAIR_LOSSES, AnswerLogProbs, LogRatios, PreferenceOptions, pair_losses
 from trainer.models.losses.sequence_sums import counts_here, sum_by_sequence
@@ -34,11 +35,14 @@ def reference_log_probs(policy, reference, micro_batch: dict, sp_group) -> tuple
     return found.chosen, found.rejected
 
 
-def make_preference_loss(options: PreferenceOptions, reference, sp_group, precomputed: bool = False) -> Callable:
+def make_preference_loss(
+    options: PreferenceOptions, reference, sp_group, precomputed: bool = False, sampled: bool = False
+) -> Callable:
     """The loss function for these options. Its metrics are sums over pairs.
 
     `reference` is a prepared frozen model. It is None if the loss needs no reference, if the pairs have its log-probs
-    (`precomputed`), or if the reference is the base of a model with an adapter.
+    (`precomputed`), or if the reference is the base of a model with an adapter. If the policy `sampled` the answers,
+    the metric `rollout_logprob_diff` is |training - engine| of an answer's log-prob, per token.
     """
 
     needs_reference = any(PAIR_LOSSES[name].needs_reference for name in names_in(options.loss))
@@ -70,6 +74,14 @@ def make_preference_loss(options: PreferenceOptions, reference, sp_group, precom
         if needs_reference:  # log pi/ref, mean of both answers; this would be the KL if the policy had sampled them
             metrics["kl"] = (chosen_ratio + rejected_ratio) / 2
         sums = {name: (weight * metric.detach()).sum() for name, metric in metrics.items()}
+        if sampled:  # ties count too
+            chosen, rejected = (
+                getattr(policy, side) - micro_batch[f"engine_{side}"] for side in ("chosen", "rejected")
+            )
+            lengths = (policy.chosen_lengths + policy.rejected_lengths).clamp(min=1)  # answers that failed have none
+            each = (chosen.abs() + rejected.abs()) / lengths
+            here = counts_here(sp_group) * torch.ones_like(each)
+            sums["rollout_logprob_diff"] = MetricSum((here * each.detach()).sum(), here.sum())
         return (weight * values).sum(), weight.sum(), sums
 
     return preference_loss

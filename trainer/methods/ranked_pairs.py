@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-from trainer.methods.rollout_facts import sample_facts
+from trainer.methods.rollout_facts import check_log_probs, sample_facts
 from trainer.rollout.micro_batches import RowSet
 from trainer.rollout.samples import Sample
 from trainer.training.loop import inspect_gradients, train_step
@@ -47,6 +47,7 @@ class PairSet(RowSet):
             for side, sample in zip(("chosen", "rejected"), both):
                 if sample.held.here:
                     row[f"{side}_ids"], row[f"{side}_mask"] = sample.ids_and_mask()
+                    row[f"engine_{side}"] = sum(sample.log_probs)
             self._rows.append(row)
 
 
@@ -64,11 +65,15 @@ def make_pair_updates(loss_fn: Callable, group_size: int) -> Callable:
         actor = run.roles.actor
         batches, _ = run.make_batches(samples, episode)
         facts |= sample_facts(samples) | pair_facts(samples, group_size)
-        for batch in batches * run.options.num_epochs:
+        for number, batch in enumerate(batches * run.options.num_epochs):
             inspect = None
             if progress.step == 0:
                 inspect = functools.partial(inspect_gradients, run.strategy, actor[0], loop.parity_dump)
             row = train_step(run.strategy, *actor, batch, loss_fn, progress, inspect)
+            difference = row.pop("rollout_logprob_diff", None)
+            if number == 0 and difference is not None:  # after a step, the policy is another one
+                facts["rollout_logprob_diff"] = difference
+                check_log_probs(difference, run.options.max_logprob_diff)
             log.after_step(actor[0], {**row, "mfu": None, **facts}, batch, note=f" | reward {facts['reward']:.4f}")
             if progress.step == loop.total_steps:
                 break

@@ -86,8 +86,8 @@ def check_losses(flags: PreferenceArguments) -> dict:
     }
 
 
-def pair_loss(flags: PreferenceArguments, reference, sp_group):
-    """The loss of pairs that the flags name. For `reference`, see `make_preference_loss`."""
+def pair_loss(flags: PreferenceArguments, reference, sp_group, sampled: bool = False):
+    """The loss of pairs that the flags name. For `reference` and `sampled`, see `make_preference_loss`."""
     options = PreferenceOptions(
         flags.loss,
         flags.beta,
@@ -98,7 +98,7 @@ def pair_loss(flags: PreferenceArguments, reference, sp_group):
         f_divergence=flags.f_divergence,
         f_alpha=flags.f_alpha,
     )
-    return make_preference_loss(options, reference, sp_group, flags.precompute_ref_logps)
+    return make_preference_loss(options, reference, sp_group, flags.precompute_ref_logps, sampled)
 
 
 def make_dpo_loss(run):

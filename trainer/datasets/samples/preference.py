@@ -255,8 +255,8 @@ def collate_pairs(
     """Collate n pairs into a micro-batch for one forward pass; see `collate_sequences`.
 
     Chosen sides are the sequences 0 to n - 1. Rejected sides are the sequences n to 2 n - 1.
-    Per pair (n,): rows (index into the data), margins, has_loss, ref_chosen and ref_rejected. The last two are the
-    reference's log-probs; their shape is (0,) if the pairs do not have them.
+    Per pair (n,): rows (index into the data), margins, has_loss, and log-probs of the two answers: ref_* by the
+    reference, engine_* by the engine that sampled them. Their shape is (0,) if the pairs do not have them.
     """
     sides = [
         {**sample, "input_ids": list(sample[f"{side}_ids"]), "loss_mask": list(sample[f"{side}_mask"])}
@@ -265,7 +265,7 @@ def collate_pairs(
     ]
     batch = collate_sequences(sides, pad_token_id, packed, collate)
     batch["rows"] = torch.tensor([sample["row"] for sample in samples], dtype=torch.long)
-    for name in ("ref_chosen", "ref_rejected"):
+    for name in (f"{who}_{side}" for who in ("ref", "engine") for side in SIDES):
         batch[name] = torch.tensor([sample[name] for sample in samples if name in sample], dtype=torch.float64)
     batch["margins"] = torch.tensor([float(sample["margin"]) for sample in samples])
     batch["has_loss"] = torch.tensor([sample.get("num_loss_tokens", 1) > 0 for sample in samples], dtype=torch.bool)

@@ -54,8 +54,10 @@ def make_pairs_of(run: RLRun) -> Callable:
 
 def make_updates(run: RLRun) -> Callable:
     """The updates of the policy on pairs of its own answers."""
-    reference = next(iter(run.roles.references), None)
-    loss_fn = pair_loss(run.method.own_flags.preference, reference, run.setup.sp_group)
+    reference, sampling = next(iter(run.roles.references), None), run.options.sampling
+    # the loss has the log-probs of temperature 1 and of all tokens
+    compares = sampling.temperature == 1 and not sampling.truncates
+    loss_fn = pair_loss(run.method.own_flags.preference, reference, run.setup.sp_group, sampled=compares)
     return make_pair_updates(loss_fn, run.args.rollout.n_samples_per_prompt)
 
 
