@@ -155,7 +155,7 @@ def test_texts_that_lose_their_beginning_are_told(reward_model, capfd):
     assert said.count("longer than --max_len") == 1 and "warning: 1 text was longer" in said, said
 
 
-def test_train_ppo_refuses_texts_beyond_the_positions_of_its_reward_model(reward_model, tmp_path):
+def test_texts_beyond_the_positions_of_a_reward_model_or_a_critic_are_refused(reward_model, tmp_path):
     shutil.copytree(reward_model / "rm", tmp_path / "rm")
     config = json.loads((tmp_path / "rm/config.json").read_text())
     (tmp_path / "rm/config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
@@ -171,6 +171,12 @@ def test_train_ppo_refuses_texts_beyond_the_positions_of_its_reward_model(reward
     with pytest.raises(UserError, match=r"40 \+ 30 tokens, more than --reward_pretrain .*/rm's 64 positions"):
         train_ppo.check([*line, "--generate_max_len", "30"])
     assert train_ppo.check([*line, "--generate_max_len", "24"])
+    with pytest.raises(UserError, match="--max_len: 65, more than the model's 64 positions"):
+        ModelScorer(str(tmp_path / "rm"), dtype=torch.float32, device="cpu", max_len=65)
+    assert ModelScorer(str(tmp_path / "rm"), dtype=torch.float32, device="cpu").max_len == 64
+    line[line.index("--reward_pretrain")] = "--critic_pretrain"
+    with pytest.raises(UserError, match=r"40 \+ 30 tokens, more than --critic_pretrain's 64 positions"):
+        train_ppo.check([*line, "--generate_max_len", "30", "--reward_func", "math", "--label_key", "label"])
 
 
 def test_a_text_that_cannot_be_scored_fails_its_own_request_only():

@@ -114,6 +114,17 @@ def read_model_config(folder: str) -> dict:
     return config
 
 
+def positions_of(folder: str) -> int | None:
+    """How many tokens the model of a local folder has positions for. None: any number, or its config.json does not say."""
+    try:
+        config = read_model_config(folder)
+        text = {**config, **(config.get("text_config") or {})}
+        found = text.get("max_position_embeddings", text.get("n_positions"))  # GPT-2 and GPT-J have the second
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, UserError):
+        return None  # a name on the hub, an adapter; or the reader of the model says what is wrong with it
+    return found if isinstance(found, int) and found > 0 else None
+
+
 def lines_of(path: str, where: str = "") -> Iterator[bytes]:
     """The lines of a file with their ends. Raises UserError for one that is too long, and as `opened` does."""
     with opened(path, where) as file:

@@ -26,8 +26,11 @@ class ServeArguments(RequestArguments):
     batch_size: int = arg(16, "texts per forward pass, of several requests together", type="PositiveInt")
     max_queue: Optional[int] = of_table("queue", "texts that wait at a time; a request beyond them gets 503")
     max_text_kb: Optional[int] = of_table("text_kb", "longest text of a prompt or a response, in KB")
-    max_len: int = arg(
-        4096, "longer texts are cut at their beginning to this many tokens, and counted", type="PositiveInt"
+    max_len: Optional[int] = arg(
+        None,
+        "longer texts are cut at their beginning to this many tokens, and counted (default: 4096, or the model's positions "
+        "if they are fewer)",
+        type="PositiveInt",
     )
     param_dtype: Literal["auto", "bf16", "fp32"] = arg("auto", "compute dtype; auto as in training")
     device: Literal["auto", "cpu", "cuda"] = arg("auto", "auto: CUDA if there is a GPU, else the CPU")

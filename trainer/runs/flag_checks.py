@@ -18,7 +18,7 @@ from trainer.flags.names.loss_names import TABLES, check_loss_names
 from trainer.flags.parse_flags import check_numbers, check_secrets, flat
 from trainer.flags.rule import knowledge
 from trainer.flags.rules import COMMANDS, refuse
-from trainer.limits import raise_limits, read_model_config
+from trainer.limits import positions_of, raise_limits
 from trainer.metrics import counted
 from trainer.mirrors import TRACKERS, check_wandb
 from trainer.model_folders.adapter_folder import adapter_here, base_folder, is_adapter, read_adapter
@@ -266,16 +266,13 @@ def check_files_of(args, is_demo: bool = False) -> None:
 
 
 def check_length(args) -> None:
-    """Raise UserError for texts that are longer than the positions of a model in a local folder: the policy, a reward model."""
-    rewards = {f"--reward_pretrain {name}": name for name in names_in(args.scores.reward_pretrain)}
-    for whose, folder in {"the model": args.model.pretrain, **rewards}.items():
-        try:
-            config = read_model_config(folder)
-            text = {**config, **(config.get("text_config") or {})}
-            limit = text.get("max_position_embeddings", text.get("n_positions"))  # GPT-2 and GPT-J have the second
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError, UserError):
-            continue  # a name on the hub, an adapter; or the reader of the model says what is wrong with it
-        refuse_length(args, limit, whose)
+    """Raise UserError for texts that are longer than the positions of a model in a local folder: policy, reward models, critic."""
+    others = {f"--reward_pretrain {name}": name for name in names_in(args.scores.reward_pretrain)}
+    if "critic" in vars(args) and args.critic.critic_pretrain:
+        others["--critic_pretrain"] = args.critic.critic_pretrain
+    for whose, folder in {"the model": args.model.pretrain, **others}.items():
+        if folder:
+            refuse_length(args, positions_of(folder), whose)
 
 
 def refuse_length(args, limit: Optional[int], whose: str = "the model") -> None:

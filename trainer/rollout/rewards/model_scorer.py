@@ -1,5 +1,6 @@
 """Scores of texts under a reward model, as `serve_rm` gives them. No strategy: one process and one device."""
 
+import math
 import re
 from typing import Optional
 
@@ -11,12 +12,13 @@ from trainer.datasets.conversations.turn_ends import scored_ends
 from trainer.datasets.samples.answers import scored_position
 from trainer.distributed.mesh import resolve_device
 from trainer.errors import UserError
+from trainer.limits import positions_of
 from trainer.metrics import counted
 from trainer.models.cpu_matmul import choose_cpu_matmul
 from trainer.models.model_loading import load_tokenizer, resolve_model_folder
 from trainer.models.reward import check_head, scoring_pad
 
-FLAG = "--reward_pretrain"
+FLAG, DEFAULT_MAX_LEN = "--reward_pretrain", 4096
 
 
 class ModelScorer:
@@ -29,16 +31,23 @@ class ModelScorer:
         dtype: torch.dtype,
         device: str = "auto",
         batch_size: int = 16,
-        max_len: int = 4096,
+        max_len: Optional[int] = None,
         trust_remote_code: bool = False,
     ):
-        """Load the reward model of `folder`, a folder or hub name. Longer texts lose their beginning at `max_len` tokens.
+        """Load the reward model of `folder`, a folder or hub name. Longer texts lose their beginning at `max_len` tokens,
+        which are 4096 by default, or the positions of the model if they are fewer.
 
-        Raises UserError if there is no such model, or if it has more than one score.
+        Raises UserError if there is no such model, if it has more than one score, or fewer positions than `max_len`.
         """
         folder = resolve_model_folder(folder, FLAG)
         check_head(folder, FLAG)
-        self.batch_size, self.max_len, self.tokenizer = batch_size, max_len, load_tokenizer(folder, trust_remote_code)
+        positions = positions_of(folder) or math.inf
+        if max_len and max_len > positions:
+            raise UserError(
+                "--max_len", f"{max_len}, more than the model's {counted(positions, 'position')}", f"up to {positions}"
+            )
+        self.max_len = max_len or min(DEFAULT_MAX_LEN, positions)
+        self.batch_size, self.tokenizer = batch_size, load_tokenizer(folder, trust_remote_code)
         options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
         model = AutoModelForSequenceClassification.from_pretrained(folder, **options)
         if model.config.num_labels != 1:
