@@ -134,7 +134,7 @@ def test_memory_is_the_measured_formula_and_activations():
 @pytest.mark.parametrize(
     ("layout", "bytes_of_one"),
     [
-        (Layout("fsdp2", 3, dp_shard=8), 4 / 8),  # fp32, sharded
+        (Layout("fsdp2", 3, dp_shard=8), 2 / 8),  # bf16, sharded
         (Layout("deepspeed", 3, dp_shard=8), 2 / 8),
         (Layout("deepspeed", 2, dp_shard=8), 2),  # bf16, whole
     ],

@@ -168,7 +168,7 @@ def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", num_frozen
     p, layer = s.num_params / layout.tp, (s.largest_layer - s.layer_experts * (1 - 1 / layout.ep)) / layout.tp
     n = layout.num_shards * (1 if layout.backend == "fsdp2" else layout.dp_replicate)
     found, width = predict(layout.backend, layout.stage, dtype, n, p, layer), 2 if dtype == "fp32" else 1
-    one = MASTERS * p / n if layout.backend == "fsdp2" else width * BF16 * p / (n if layout.stage == 3 else 1)
+    one = width * BF16 * p / (n if layout.backend == "fsdp2" or layout.stage == 3 else 1)
     frozen = num_frozen * one
     extra = frozen + width * activations(layout, s, tokens)
     if layout.reduce_once and layout.backend == "fsdp2":
