@@ -59,3 +59,19 @@ def test_a_rank_alone_starts_no_threads_to_communicate():
     code, output = run_process([sys.executable, "-c", ALONE], timeout=120)
     assert code == 0, output[-3000:]
     assert "more threads: 0 " in output and "more threads: 0 0" not in output, output
+
+
+WITHOUT_COMPILER = """
+import sys
+from trainer.cli import train_sft
+
+train_sft.run(sys.argv[1:])
+print("imported:", *{"deepspeed.runtime.zero.muon.muon_optimizer", "torch._inductor.compile_fx"} & sys.modules.keys())
+"""
+
+
+def test_deepspeed_starts_without_the_compiler(tmp_path):
+    """It would be a second of every start, for a Muon that no run uses."""
+    flags = ["--backend", "deepspeed", "--max_steps", "1", "--no_save", "--output_dir", str(tmp_path / "run")]
+    code, output = run_process([sys.executable, "-c", WITHOUT_COMPILER, *flags, "--device", "cpu"], timeout=120)
+    assert code == 0 and "imported: deepspeed.runtime.zero.muon.muon_optimizer\n" in output, output[-3000:]

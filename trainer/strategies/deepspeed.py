@@ -44,6 +44,7 @@ from trainer.strategies.on_deepspeed import (
     zero_loading,
     zero_masters,
 )
+from trainer.strategies.on_deepspeed.muon_import import import_muon
 from trainer.strategies.on_deepspeed.zero_config import engine_config
 from trainer.strategies.on_deepspeed.zero_weights import merged_weights, weights_to_save
 from trainer.strategies.options import StrategyOptions, refuse_on_deepspeed
@@ -82,6 +83,7 @@ class DeepspeedStrategy:
             accelerator.set_accelerator(CPU_Accelerator())
         # on CPU, DeepSpeed would compile an all-reduce for inference now; training never calls it
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        import_muon()
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even if torchrun did not start the process
         if self.device.type == "cuda":  # DeepSpeed takes the GPU with this number; a task may see only GPU 0
             collectives.keep_local_rank()
