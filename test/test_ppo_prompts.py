@@ -130,7 +130,6 @@ def test_a_pass_rate_is_a_share_of_the_reward_range():
     "more",
     [
         [],
-        ["--num_episodes", "2", "--max_staleness", "1", "--tis_cap", "2"],
         ["--max_steps", "9", "--rollouts_from", "r"],
     ],
 )

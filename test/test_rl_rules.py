@@ -166,7 +166,6 @@ ROLLOUT_CASES = [
     ("--offload_critic with --rollouts_from", {"offload_critic": True, "rollouts_from": "r"}),
     ("--max_staleness 1 with --rollout_engine vllm", {**STALE, "rollout_engine": "vllm"}),
     ("--max_staleness 1 with --rollouts_from", {**STALE, "rollouts_from": "r"}),
-    ("--max_staleness 1 with --curriculum learnable", {**STALE, "curriculum": "learnable"}),
     ("--max_staleness 1 with --offload_actor_optimizer", {**STALE, "offload_actor_optimizer": True}),
     ("--max_staleness 1 with --offload_critic", {**STALE, "offload_critic": True}),
     ("--max_staleness 1 with --verify_resume", {**STALE, "verify_resume": 2}),

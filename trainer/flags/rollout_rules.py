@@ -90,8 +90,6 @@ STALENESS_RULES = (
          "Take --rollout_engine hf, vllm_server or sglang."),
     Rule("max_staleness", lambda f: f.rollouts_from, "with --rollouts_from",
          "the file gives the rollouts, so nothing is generated ahead", REMOVE),
-    Rule("max_staleness", lambda f: f.curriculum != "none", "with --curriculum {curriculum}",
-         "the order of prompts would depend on scores that are not known yet", ONE),
     *(
         Rule("max_staleness", lambda f, flag=flag: getattr(f, flag), f"with --{flag}",
              "generation and optimizer steps run at the same time, so the states are always in use", ONE)

@@ -177,6 +177,8 @@ def _rollout_ahead(run: PPORun, progress: Progress, facts: dict) -> list[Sample]
             with timed(facts, "reward"):
                 run.roles.score(samples, run.options.advantages.group_size)
         check_failed(samples, run.roles.max_failed_share)
+        state.prompts.note(samples)
+        ahead.note(samples)
         return samples
 
     return draw(0) if run.options.filtering_range is None else filtered_samples(draw, state, run.options, facts)

@@ -133,11 +133,12 @@ class RolloutsAhead:
         batch = state.rollout + state.refills
         if self._prompts is None:
             self._prompts, self._next = copy.copy(state.prompts), batch
-            for samples in self.resumed.values():
-                self._prompts.take(self._prompts.batch_size)
-                self._count(len(samples))
         while self._next <= batch or (self._next <= batch + self._lead and self._needs_more(step)):
-            self._request()
+            if self._next in self.resumed:
+                self._prompts.take(self._prompts.batch_size)
+                self._count(len(self.resumed[self._next]))
+            else:
+                self._request()
         if self.files:
             self.files.forget(before=batch)
         samples = self.resumed.pop(batch, None)
@@ -145,6 +146,10 @@ class RolloutsAhead:
             samples = self._receive(batch, facts)
         self._check(samples, state)
         return samples
+
+    def note(self, samples: list[Sample]) -> None:
+        """The samples of the last batch have their scores. With a curriculum, these decide which prompts come later."""
+        self._prompts.note(samples)
 
     def _needs_more(self, step: int) -> bool:
         num_episodes = self.pace.num_episodes

@@ -142,7 +142,6 @@ def _lines(path: Path) -> Iterator[str]:
 def _in_order(found: dict, state, group_size: int) -> dict[int, list[Sample]]:
     """The rollouts with a sample for each prompt whose turn it is, by weights that the resumed run reaches again."""
     order, histories, whole = copy.copy(state.prompts), dict(state.histories), {}
-    order.rates = dict(order.rates)
     for rollout in itertools.count(state.rollout):
         links = {version: link_of(history, state.origin) for version, history in histories.items()}
         fit = {

@@ -62,7 +62,7 @@ def train(args: PPOArguments, is_demo: bool = False, method: RLMethod = POLICY) 
     size = args.rollout.rollout_batch_size
     note_math(run.setup.strategy, args.scores.reward_func)
     note_small_data(run.setup.strategy, "--rollout_batch_size", size, run.samples, "prompts")
-    order = {"batch_size": size, "curriculum": args.rollout.curriculum}
+    order = {"batch_size": size, "curriculum": args.rollout.curriculum, "delay": args.rollout.max_staleness}
     order["reward_range"] = args.scores.reward_range or WRONG_AND_RIGHT
     run.order = PromptOrder(run.samples, seed=args.batch.seed, shuffle=not args.batch.no_shuffle, **order)
     run.total_steps = count_steps(args, run.order, run.frozen, method.per_prompt)
