@@ -14,8 +14,8 @@ make() { # NAME PACKAGES...
     touch "$FOLDER/$1/done"
 }
 
-make trl trl==1.16.0 transformers==5.19.0 peft datasets deepspeed==0.19.8 torch==2.13.0
-make llamafactory llamafactory==0.9.5 transformers==5.6.0 deepspeed==0.19.8 torch==2.13.0
-make swift ms-swift==4.6.0 transformers==5.19.0 deepspeed==0.19.8 torch==2.13.0
-make axolotl axolotl==0.19.0 transformers==5.16.1 torch==2.13.0
-make oumi oumi==0.9 trl==1.6.0 transformers==5.16.1 torch==2.10.0
+make trl trl==1.16.0 transformers==5.19.0 peft==0.21.2 accelerate==1.15.0 datasets==5.2.0 deepspeed==0.19.8 torch==2.13.0
+make llamafactory llamafactory==0.9.5 transformers==5.6.0 peft==0.18.1 accelerate==1.11.0 datasets==4.0.0 deepspeed==0.19.8 torch==2.13.0
+make swift ms-swift==4.6.0 transformers==5.19.0 peft==0.20.0 accelerate==1.15.0 datasets==4.8.4 deepspeed==0.19.8 torch==2.13.0
+make axolotl axolotl==0.19.0 transformers==5.16.1 peft==0.20.0 accelerate==1.13.0 datasets==4.8.4 torch==2.13.0
+make oumi oumi==0.9 trl==1.6.0 transformers==5.16.1 peft==0.19.1 accelerate==1.15.0 datasets==4.8.5 torch==2.10.0
