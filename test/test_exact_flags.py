@@ -98,6 +98,7 @@ NO_NUMBERS = """pretrain dataset eval_dataset eval_dataset_flags eval_split eval
 
 ENV, JUDGE, IMAGES = {"env": "e.py"}, {"reward_func": "judge"}, {"has_images": True}
 SERVER, CRITIC = {"rollout_engine": "vllm_server", "engine_urls": "a"}, {"advantage_estimator": "gae"}
+SERVED = {"teacher": "http://a", "kd_top_k": 5}
 TIS, REMOTE, STALE = {"tis_cap": 2.0}, {"remote_rm_url": "http://a"}, {"max_staleness": 1}
 VLLM, KTO, SAPO = {"rollout_engine": "vllm"}, {"loss": "kto"}, {"policy_loss": "sapo"}
 ANSWERS, REWARDS, LORA = {"teacher_answers": 1}, {"reward_pretrain": "r"}, {"lora_rank": 2}
@@ -134,6 +135,7 @@ REFUSED: dict[str, dict] = {
     "min_p": {"min_p": 0.1},
     **{flag: JUDGE for flag in EFFECT_OF if flag.startswith("judge_")},
     **{flag: REMOTE for flag in EFFECT_OF if flag.startswith("remote_rm_")},
+    **dict.fromkeys(("teacher_api_key", "teacher_timeout", "teacher_retries"), SERVED),
     **dict.fromkeys((*(flag for flag in EFFECT_OF if flag.startswith("env")), "turn_rewards"), ENV),
     **dict.fromkeys(("reward_pretrain", "offload_reward"), REWARDS),
     **dict.fromkeys(

@@ -50,6 +50,7 @@ def test_a_policy_comes_closer_to_its_teacher(tmp_path):
     [
         ["--teacher", "t", "--kl_estimator", "k3"],
         ["--advantage_estimator", "rloo", "--teacher", "math=t,code=u"],
+        ["--teacher", "http://t"],
         ["--teacher_key", "domain", "--teacher", "t,u"],
         ["--teacher_key", "domain", "--teacher", "math=t,math=u"],
         ["--teacher_key", "domain", "--teacher", "math=t,code="],

@@ -29,6 +29,7 @@ PPO_CASES = [
     ("--teacher_weights 1.0 with --teacher t,u", {**DISTILL, "teacher": "t,u", "teacher_weights": [1.0]}),
     ("--teacher_weights 1.0 2.0 with reinforcement", {**DISTILL, "teacher": "t,u", "teacher_weights": [1.0, 2.0]}),
     ("--teacher_weights 1.5 -0.5 with reinforcement", {**DISTILL, "teacher": "t,u", "teacher_weights": [1.5, -0.5]}),
+    ("--teacher http://t with reinforcement learning", {**DISTILL, "teacher": "http://t", "ref_model": "http://t"}),
     ("--teacher t with --init_kl_coef 0", {**DISTILL, "init_kl_coef": 0.0}),
     ("--advantage_estimator distill without --teacher", {"advantage_estimator": "distill"}),
     ("--ref_model math=t,code=u with --teacher", {**ROUTED, "ref_model": "math=t,code=u"}),

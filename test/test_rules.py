@@ -30,7 +30,7 @@ OTHERS = {  # values that a predicate may look for, besides those that a type gi
     "reward_weights": [[1.0], [1.0, 2.0, 3.0]],
     "eval_temperature": [0.005, 0.7],
     "train_on": ["last", "all"],
-    "teacher": ["a", "a,b", "math=a"],
+    "teacher": ["a", "a,b", "math=a", "http://a"],
     "teacher_weights": [[1.0], [1.0, 2.0, 3.0], [-1.0]],
 }
 

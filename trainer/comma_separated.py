@@ -13,6 +13,11 @@ def names_to_check(text: str | None) -> list[str]:
     return [] if text is None else names_in(text) or [""]
 
 
+def addresses_in(text: str | None) -> list[str]:
+    """The names in a text that are addresses of servers."""
+    return [name for name in names_in(text) if name.startswith(("http://", "https://"))]
+
+
 def named_in(text: str | None, flag: str, form: str) -> dict[str, str]:
     """{NAME: value} of "NAME=value, NAME=value". Raises UserError for another text; `form` is what `flag` allows."""
     pairs = [part.partition("=") for part in names_in(text)]

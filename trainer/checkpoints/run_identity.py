@@ -61,7 +61,7 @@ EFFECTS: dict[str, str] = {
     COURSE: """
         max_epochs max_steps num_episodes learning_rate vision_learning_rate critic_learning_rate lr_scheduler
         lr_warmup_ratio warmup_steps min_lr_ratio adam_betas adam_eps weight_decay fp8 max_norm max_skipped_steps param_dtype compute_fp32_loss
-        reduce_dtype deterministic trust_remote_code limits remote_rm_url judge_url judge_timeout judge_retries judge_cache reward_timeout remote_rm_timeout remote_rm_retries max_failed_share max_logprob_diff
+        reduce_dtype deterministic trust_remote_code limits remote_rm_url judge_url judge_timeout judge_retries judge_cache reward_timeout remote_rm_timeout remote_rm_retries teacher_timeout teacher_retries max_failed_share max_logprob_diff
         env_timeout env_sandbox env_container env_memory_mb env_processes env_disk_mb env_cpu_seconds env_paths preset
         eval_dataset eval_dataset_flags eval_split max_eval_samples best_metric_key early_stopping_patience load_best_model_at_end eval_samples eval_temperature eval_top_p eval_source_key""",
     LAYOUT: """
@@ -71,7 +71,7 @@ EFFECTS: dict[str, str] = {
         ring_attn_kernel dp_replicate_size reduce_once device cpu_matmul ref_offload precompute_ref_logps teacher_offload
         micro_rollout_batch_size rollout_engine engine_urls engine_tensor_parallel_size vllm_gpu_memory_utilization
         offload_actor_optimizer share_prompts offload_reward offload_ref offload_critic env_concurrency env_lockstep
-        remote_rm_api_key judge_key_env judge_concurrency engine_api_key sync_folder sync_deltas
+        remote_rm_api_key teacher_api_key judge_key_env judge_concurrency engine_api_key sync_folder sync_deltas
         speculative_tokens""",
     OUTPUT: """
         allow_no_stop print_model print_tp_plan heartbeat_timeout check_replicas_every output_dir overwrite save_path no_save

@@ -3,7 +3,7 @@
 torchrun --nproc_per_node 2 -m trainer.cli.train_kd --backend fsdp2 --pretrain MODEL --teacher MODEL --dataset data.jsonl ...
 """
 
-from trainer.comma_separated import named_models
+from trainer.comma_separated import addresses_in, named_models
 from trainer.entry import run_command
 from trainer.flags.kd_flags import KDArguments
 from trainer.flags.names.sources import naming_sources
@@ -48,9 +48,15 @@ def run(argv: list[str]) -> None:
         render=render_sample,
         auto_class=AutoModelForCausalLM,
         make_loss=lambda run: sft_loss,  # of the answers; the teacher is a feature
-        frozen_models=lambda run: named_models("teacher", run.args.teacher.teacher),
+        frozen_models=lambda run: models_here(run.args.teacher.teacher),
     )
     train(args, method)
+
+
+def models_here(teachers: str) -> dict[str, str]:
+    """{flag, with a number from 2 on: model} of the teachers that are not on servers."""
+    named = named_models("teacher", teachers)
+    return {flag: name for flag, name in named.items() if not addresses_in(name)}
 
 
 def main() -> None:

@@ -21,7 +21,8 @@ class TeacherArguments:
 
     teacher: Optional[str] = arg(
         None,
-        "model or adapter folder to learn from, or several, comma-separated; they need the vocabulary of --pretrain",
+        "model or adapter folder to learn from, or several, comma-separated; they need the vocabulary of --pretrain. With "
+        "--kd_top_k also http://HOST:PORT of a vLLM server",
     )
     teacher_weights: Optional[list[float]] = arg(
         None,
@@ -56,6 +57,11 @@ class TeacherArguments:
     )
     kd_temperature: float = arg(
         1.0, "temperature of both models in the distance, which is multiplied by its square", type="PositiveFloat"
+    )
+    teacher_api_key: Optional[str] = arg(None, "file that holds the key that a server of --teacher asks for")
+    teacher_timeout: float = arg(60.0, "seconds to wait for an answer of a server of --teacher", type="PositiveFloat")
+    teacher_retries: int = arg(
+        3, "number of retries at a server of --teacher; the pause before each one doubles", type="NonNegativeInt"
     )
     teacher_offload: bool = arg(False, "keep the teacher's weights in host memory while they are not in use")
 

@@ -32,7 +32,7 @@ TAKEN_BACK = {"reward_func", "env"}  # an empty value takes back that of a file 
 PATHS = {
     "pretrain", "lora_adapter", "ref_model", "teacher", "reward_pretrain", "critic_pretrain", "output_dir", "save_path", "load_checkpoint",
     "rollouts_from", "sync_folder", "parity_dump", "parity_trace", "reward_func", "env", "judge_rubric", "tokenizer_chat_template", "sign_key",
-    "api_key", "engine_api_key", "remote_rm_api_key",
+    "api_key", "engine_api_key", "remote_rm_api_key", "teacher_api_key",
 }  # fmt: skip
 TEXTS_OR_PATHS = {"tokenizer_chat_template", "judge_rubric"}  # a text may have a $
 ALLOWED = {

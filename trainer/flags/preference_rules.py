@@ -1,6 +1,6 @@
 """Rules for the flags of `train_rm`, `train_dpo` and `train_kd`."""
 
-from trainer.comma_separated import names_in
+from trainer.comma_separated import addresses_in, names_in
 from trainer.flags.rule import Rule
 from trainer.flags.training_rules import ONE, ONE_FOR_ALL_ROWS, REMOVE, TEACHERS_HAVE_WEIGHTS
 
@@ -90,6 +90,7 @@ DPO_RULES = (
 )
 # fmt: on
 
+_SERVED = "with a server in --teacher"
 OF_DISTANCE = "kd_temperature kd_loss kd_beta kd_top_k teacher_weights"
 
 # fmt: off
@@ -105,6 +106,22 @@ KD_RULES = (
          "the teacher is freed before training", REMOVE),
     Rule("teacher_answers", lambda f: len(names_in(f.teacher)) > 1, "with several models of --teacher", "one model answers",
          "Take one teacher."),
+    Rule("teacher", lambda f: addresses_in(f.teacher) and not f.kd_top_k, "without --kd_top_k",
+         "a server sends the log-probs of its likeliest tokens only", "Add --kd_top_k, up to --max-logprobs of the server.",
+         which="on a server"),
+    Rule("teacher_answers", lambda f: addresses_in(f.teacher), _SERVED, "the hf engine answers with weights that are here",
+         "Let the server answer first, and train on its answers."),
+    Rule("kd_temperature", lambda f: addresses_in(f.teacher), _SERVED, "its log-probs are those of temperature 1", REMOVE),
+    Rule("kd_loss", lambda f: addresses_in(f.teacher), _SERVED,
+         "it does not send how unlikely all other tokens are", "Take kl or jsd.", values=("reverse_kl",)),
+    Rule("kd_beta", lambda f: addresses_in(f.teacher), _SERVED,
+         "it does not send how unlikely all other tokens are", "Take a number below 1.", values=(1.0,)),
+    Rule("tensor_parallel_size", lambda f: addresses_in(f.teacher), _SERVED,
+         "each rank asks by itself, and answers to the same tokens may differ in their last bits", "Set it to 1."),
+    Rule("teacher_offload", lambda f: len(addresses_in(f.teacher)) == len(names_in(f.teacher)), "with servers in --teacher alone",
+         "no teacher is here", REMOVE),
+    Rule("teacher_api_key teacher_timeout teacher_retries", lambda f: not addresses_in(f.teacher),
+         "without a server in --teacher", "nothing is asked", REMOVE),
     TEACHERS_HAVE_WEIGHTS,
     Rule("teacher_weights", lambda f: not (all(weight >= 0 for weight in f.teacher_weights) and any(f.teacher_weights)), "with train_kd",
          "the student would learn to differ from a teacher, or nothing", "Give weights of 0 or more, not all 0.", which="below 0 or all 0"),

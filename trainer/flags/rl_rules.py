@@ -46,6 +46,8 @@ TEACHER_RULES = (
          which="of another sum than 1"),
     Rule("teacher_weights", lambda f: not all(weight >= 0 for weight in f.teacher_weights), "with reinforcement learning",
          "they are shares of a mean", "Give weights of 0 or more.", which="below 0"),
+    Rule("teacher", lambda f: any("://" in name for name in names_in(f.teacher)), "with reinforcement learning",
+         "only train_kd asks servers", "Name a model that is loaded here.", which="on a server"),
     Rule("teacher", lambda f: not f.init_kl_coef, "with --init_kl_coef 0",
          "the KL to the teacher counts in the advantage, and this is its weight", "Remove --init_kl_coef."),
     Rule("advantage_estimator", lambda f: not f.teacher, "without --teacher", "its advantage is the KL to a teacher",

@@ -2,7 +2,7 @@
 
 import os
 
-from trainer.comma_separated import names_in
+from trainer.comma_separated import addresses_in, names_in
 from trainer.flags.data_rules import ADD_EVALUATION, DATA_RULES, REMOVE, has_evaluation
 from trainer.flags.layout_rules import ONE
 from trainer.flags.rule import Rule
@@ -296,6 +296,8 @@ EXACT_RULES = (
 
 # with --exact and a teacher
 EXACT_TEACHER_RULES = (
+    Rule("exact", lambda f: addresses_in(f.teacher), "with a server in --teacher", "its bits depend on its other requests",
+         "Load the teacher here."),
     Rule("exact", lambda f: f.tensor_parallel_size > 1 and f.kd_top_k, "with --tensor_parallel_size and --kd_top_k",
          "tokens of equal probability may be taken in another order", "Set --tensor_parallel_size to 1."),
     Rule("exact", lambda f: max(f.tensor_parallel_size, f.ring_attn_size) > 1 and f.kd_loss == "jsd",

@@ -43,12 +43,12 @@ def teacher_distances(
 
 
 def make_teacher_loss(
-    teachers: Sequence[tuple[float, object]], coef: float, temperature: float, distance: Distance
+    teachers: Sequence[tuple[float, Callable]], coef: float, temperature: float, distance: Distance
 ) -> Callable:
     """The loss function of `train_kd`: coef * T^2 * distance(teacher, model) - (1 - coef) * log p(label), per loss token.
 
     With the forward KL, it is the loss of Hinton et al. 2015, section 2, at each token. `teachers` are pairs of a weight and
-    a prepared frozen model: the distance is the weighted sum of their distances.
+    a function from a micro-batch to logits: the distance is the weighted sum of their distances.
     """
 
     def loss(model, micro_batch: dict):
@@ -58,7 +58,7 @@ def make_teacher_loss(
         found = []
         for weight, teacher in teachers:
             with torch.no_grad():
-                of_teacher = causal_lm_logits(teacher, micro_batch)
+                of_teacher = teacher(micro_batch)
             found.append(weight * temperature**2 * teacher_distances(logits, of_teacher, labels, temperature, distance))
         of_teachers = sum(found[1:], found[0])
         values = (coef * of_teachers + (1 - coef) * nll, of_teachers, nll)

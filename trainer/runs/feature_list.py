@@ -13,9 +13,10 @@ from trainer.runs.features.module_trace import TRACE_FEATURE
 from trainer.runs.features.rates import RATES
 from trainer.runs.features.reference import REFERENCE, REFERENCE_LOG_PROBS
 from trainer.runs.features.sample_trace import SAMPLE_TRACE
+from trainer.runs.features.served_teacher import SERVED_TEACHER
 from trainer.runs.features.streamed_run import STREAMING
 
 FEATURES = (
-    LAYOUT, RATES, STREAMING, MERGED_BASE, TEACHER, REFERENCE, IMAGES, REFERENCE_LOG_PROBS, EXPERTS, TRACE_FEATURE, ADAPTER, EXACT,
+    LAYOUT, RATES, STREAMING, MERGED_BASE, TEACHER, SERVED_TEACHER, REFERENCE, IMAGES, REFERENCE_LOG_PROBS, EXPERTS, TRACE_FEATURE, ADAPTER, EXACT,
     SAMPLE_TRACE, BEST_MODEL, CERTIFICATE, HUB,
 )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Optional
 
 from trainer.checkpoints.checkpoint_store import LATEST, checkpoints_to_load, find_damage
 from trainer.checkpoints.run_identity import check_allowed, check_ended
-from trainer.comma_separated import named_models, names_in, names_to_check
+from trainer.comma_separated import addresses_in, named_models, names_in, names_to_check
 from trainer.datasets.files.set_names import check_files, names_on_hub
 from trainer.datasets.text_flags import check_input_template, check_template_file, parse_probs, read_arguments
 from trainer.distributed.mesh_sizes import check_expert_ranks, default_micro_batch_size, validate_batch_sizes
@@ -255,6 +255,7 @@ def check_files_of(args, is_demo: bool = False) -> None:
         check_files(vars(flags)[name], f"--{name}")
     named = named_sources(flags, MODEL_FLAGS)
     models = [(name, f"--{flag}") for flag, value in named.items() for name in names_to_check(value)]
+    models = [(name, flag) for name, flag in models if flag != "--teacher" or not addresses_in(name)]
     to_ask = [(name, flag, "model") for name, flag in models if only_on_hub(name, flag)]
     to_ask += [
         (s, f"--{flag}", "dataset") for flag in ("dataset", "eval_dataset") for s in names_on_hub(vars(flags)[flag])

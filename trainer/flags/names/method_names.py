@@ -232,5 +232,6 @@ METHOD_NAMES = (
     PeerName("teacher_kl_coef", "S", "--init_kl_coef", "with --teacher", (PPO,)),
     PeerName("lmbda", "TS", "", "no mixture with answers of the model itself; those are train_ppo --teacher", (KD,)),
     PeerName("seq_kd", "TS", "--teacher_answers 1", "answers of the teacher, to each prompt", (KD,)),
-    PeerName("teacher_model_server teacher_model_server_url", "TS", "", "no teachers on servers; --teacher loads the model, sharded as the policy", (PPO, KD)),
+    PeerName("teacher_model_server teacher_model_server_url", "TS", "", "no teachers on servers; --teacher loads the model, sharded as the policy", (PPO,)),
+    PeerName("teacher_model_server teacher_model_server_url", "TS", "--teacher http://HOST:PORT", "of a vLLM server, with --kd_top_k", (KD,)),
 )  # fmt: skip

@@ -2,11 +2,12 @@
 
 import os
 import shutil
+from functools import partial
 from typing import Any
 
 import datasets
 
-from trainer.comma_separated import names_in
+from trainer.comma_separated import addresses_in, names_in
 from trainer.datasets.conversations.tokens import digest_of
 from trainer.datasets.conversations.turn_ends import stop_ids
 from trainer.datasets.samples.bounds import check_ids
@@ -22,6 +23,7 @@ from trainer.flags.parse_flags import with_flags
 from trainer.methods.teacher_loss import make_teacher_loss
 from trainer.model_folders.model_folder import read_config
 from trainer.models.losses.distances import Distance
+from trainer.models.losses.token_losses import causal_lm_logits
 from trainer.models.model_bounds import bounds_of
 from trainer.models.model_loading import resolve_adapted_model
 from trainer.rollout.engines.hf import HFEngine
@@ -31,6 +33,7 @@ from trainer.rollout.generation import generate_samples
 from trainer.rollout.placement import write_by_rank_0
 from trainer.runs.feature import Feature
 from trainer.runs.features.reference import check_positions
+from trainer.runs.features.served_teacher import open_server
 from trainer.runs.run_data import files_in_errors, load_flag_rows, note_unknown_names, text_options, with_files
 from trainer.runs.run_models import frozen_model
 from trainer.runs.run_setup import Setup, check_vocabulary
@@ -56,9 +59,9 @@ def coefficient(flags: TeacherArguments) -> float:
 def open_teacher(run) -> None:
     """Load the teachers. With --teacher_answers, let it answer the prompts, and read its answers as the data."""
     run.open()
-    loaded = [load_teacher(run, name) for name in names_in(run.args.teacher.teacher)]
+    loaded = [load_teacher(run, name, number) for number, name in enumerate(names_in(run.args.teacher.teacher))]
     run.teachers = [teacher for teacher, _ in loaded]
-    run.teacher_folders = [folder for _, folder in loaded]
+    run.teacher_folders = [folder for _, folder in loaded if folder]
     if run.args.teacher.teacher_answers:
         args, load = answered(run, *loaded[0]), run.method.load_data
         bounds = bounds_of(run.setup.folder, run.setup.trust_remote_code)
@@ -77,7 +80,8 @@ def add_teacher_loss(run) -> None:
     if coef := coefficient(flags):
         weights = flags.teacher_weights or [1 / len(teachers)] * len(teachers)
         distance = Distance(flags.kd_loss, flags.kd_beta, flags.kd_top_k)
-        run.loss_fn = make_teacher_loss(list(zip(weights, teachers)), coef, flags.kd_temperature, distance)
+        logits = [getattr(teacher, "logits", None) or partial(causal_lm_logits, teacher) for teacher in teachers]
+        run.loss_fn = make_teacher_loss(list(zip(weights, logits)), coef, flags.kd_temperature, distance)
     run.teachers = []
 
 
@@ -96,8 +100,10 @@ TEACHER = Feature(
 )
 
 
-def load_teacher(run, name: str) -> tuple[Any, str]:
-    """Return (teacher, its folder). The teacher is frozen, and sharded like the model."""
+def load_teacher(run, name: str, number: int = 0) -> tuple[Any, str]:
+    """Return (teacher, its folder). The teacher is frozen, and sharded like the model. On a server, it has no folder."""
+    if addresses_in(name):
+        return open_server(run, name, number), ""
     flags, setup, remote_code = run.args.teacher, run.setup, run.args.model.trust_remote_code
     folder, adapter = rank_0_first(lambda: resolve_adapted_model(name, "--teacher"))
     check_vocabulary(setup, name, folder, "--teacher", "a model with the same one")
