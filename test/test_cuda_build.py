@@ -17,6 +17,7 @@ KIT = ROOT / "test/fake_gpu"
 ENVIRONMENT = Path(os.environ.get("FAKE_GPU_ENVIRONMENT", ROOT / "build/fake_gpu_environment"))
 sys.path.insert(0, str(KIT))
 
+import memory_list  # noqa: E402
 from cells import MOST_WAITS, NORM_TOLERANCE, TOLERANCE, all_cells  # noqa: E402
 
 
@@ -35,6 +36,27 @@ def test_the_record_and_the_page_have_every_cell_as_it_is_now():
         assert row["loss"] <= TOLERANCE[cell.dtype] and row["norm"] <= NORM_TOLERANCE[cell.dtype], cell.name
         assert waits <= MOST_WAITS.get(cell.name, math.inf), cell.name
     assert shown.keys() == record.keys()
+
+
+MEASURED = json.loads(memory_list.RECORD.read_text())
+
+
+@pytest.mark.parametrize("cell", memory_list.all_cells(), ids=lambda cell: cell.name)
+def test_plan_predicts_the_peak_that_torchs_allocator_had(cell):
+    assert 1 / 1.1 <= memory_list.planned(cell).step / memory_list.MIB / MEASURED[cell.name]["step"] <= 1.1
+
+
+def test_the_page_has_these_peaks():
+    assert list(MEASURED) == [cell.name for cell in memory_list.all_cells()]
+    assert memory_list.table(MEASURED) in memory_list.PAGE.read_text()
+
+
+@pytest.mark.skipif(not (ENVIRONMENT / ".installed").exists(), reason="test/fake_gpu/run.sh makes its environment")
+def test_a_cell_of_memory_runs(tmp_path):
+    name = "sft 2 x fsdp2 3 sp 2 bf16"
+    command = ["bash", str(KIT / "run.sh"), "memory_cells.py", "--only", name, "--folder", str(tmp_path)]
+    code, output = run_process(command, timeout=600, FAKE_GPU_ENVIRONMENT=str(ENVIRONMENT))
+    assert code == 0 and "1 cells, 0 bad" in output, output[-3000:]
 
 
 @pytest.mark.skipif(

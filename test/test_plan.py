@@ -18,6 +18,7 @@ from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.preference_flags import DPOArguments
 from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rules import refuse
+from trainer.models.losses.token_losses import GPU_CHUNK_BYTES
 from trainer.planning import auto_layout
 from trainer.planning import layout_plan as plan_report
 from trainer.planning.plan_inputs import Machine, Work, machine_of
@@ -124,11 +125,24 @@ def test_memory_is_the_measured_formula_and_activations():
     s = sizes_of(meta_model("qwen3-8b"))
     assert s.num_params == 8_190_735_360  # as the model card says: 8.2 billion
     base = predict("fsdp2", 3, "bf16", 8, s.num_params, s.largest_layer)
-    found, same = (needs(Layout("fsdp2", 3, dp_shard=8), s, tokens) for tokens in (0, 1000))
-    assert (found.load, found.save) == (base.load, base.state) and found.step == base.step
-    # 12.4 GB of weights and states, 4.1 of gradients, and of 1000 tokens 36 layers and the logits
-    activations = 36 * saved_bytes_per_token(s) + 4 * s.mlp_width + 12 * s.vocab
-    assert same.step - found.step == pytest.approx(1000 * activations)
+    none, few, many = (needs(Layout("fsdp2", 3, dp_shard=8), s, tokens) for tokens in (0, 1000, 4000))
+    assert (none.load, none.save) == (base.load, base.state) and none.step == base.step
+    held = 16 * s.num_params / 8  # weights, states and the gradients of earlier micro-batches, in fp32
+    # the loss of 1000 tokens is small against two gathered layers, in bf16, and the gradient of one, in both dtypes
+    work = 10 * s.largest_layer + 4000 * s.vocab
+    assert few.step == pytest.approx(held + 1000 * 36 * saved_bytes_per_token(s) + work)
+    # that of 4000 tokens is computed in chunks
+    loss = 3 * GPU_CHUNK_BYTES + 4 * s.vocab * s.hidden
+    work = 10 * s.largest_layer + 4000 * 4 * s.mlp_width
+    assert many.step == pytest.approx(held + 4000 * 36 * saved_bytes_per_token(s) + loss + work)
+
+
+def test_plain_attention_in_fp32_keeps_all_pairs_of_tokens():
+    """Two samples of 1000 tokens have 2 x 1000 x 1000 pairs for each of 32 heads."""
+    s = sizes_of(meta_model("qwen3-8b"))
+    options = {"dtype": "fp32", "accumulates": False}
+    short, long = (needs(Layout("fsdp2", 3, dp_shard=8), s, 2000, **options, length=n).step for n in (1, 1000))
+    assert long - short == pytest.approx((36 + 2) * 4 * 32 * 2000 * (1000 - 1))
 
 
 @pytest.mark.parametrize(

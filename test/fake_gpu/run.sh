@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the trainer on the CUDA build of torch without a card. The first run makes an environment of 7 GB in build/.
 #     test/fake_gpu/run.sh [flags of run_cells.py]
-#     test/fake_gpu/run.sh measure_memory.py
+#     test/fake_gpu/run.sh measure_memory.py | memory_cells.py
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 ENVIRONMENT="${FAKE_GPU_ENVIRONMENT:-$PWD/build/fake_gpu_environment}"

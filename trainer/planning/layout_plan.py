@@ -69,7 +69,7 @@ def judge(
     num_micro, rest = divmod(work.samples, layout.dp * work.micro)
     if work.by_tokens:
         num_micro, rest = num_micro + bool(rest), 0
-    found = needs(layout, s, tokens, work.dtype, work.num_frozen)
+    found = needs(layout, s, tokens, work.dtype, work.num_frozen, accumulates=num_micro > 1, length=work.max_len)
     found = with_engine(found, engine) if engine else found
     room, host_room = machine.room, machine.host_memory / machine.gpus_per_node
     problem = (engine and engine.problem) or refusal(layout, s, model)

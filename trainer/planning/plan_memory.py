@@ -18,7 +18,7 @@ from trainer.model_parallel.tensor_parallel import validate_tp_sizes
 from trainer.model_parallel.tp_plans import heads_divide
 from trainer.models.attention.choice import validate_split_model
 from trainer.models.losses.token_losses import GPU_CHUNK_BYTES
-from trainer.planning.predicted_memory import BUFFER_BYTES, GRADS, MASTERS, MOMENTS, predict
+from trainer.planning.predicted_memory import BUFFER_BYTES, GRADS, MASTERS, MOMENTS, beside_activations, predict
 from trainer.strategies.options import StrategyOptions, refuse_on_deepspeed, refuse_on_fsdp2
 
 BF16, FP32 = 2, 4  # bytes
@@ -64,6 +64,7 @@ class Sizes:
     largest_layer: int  # parameters of the largest decoder layer, embedding or head
     layer_experts: int  # parameters of experts in that layer
     num_layers: int
+    num_heads: int
     hidden: int
     query_width: int
     key_width: int
@@ -103,7 +104,7 @@ def sizes_of(model: torch.nn.Module) -> Sizes:
     return Sizes(
         num_params=num_params, active_params=num_params - experts * (1 - chosen / num_experts), expert_params=experts,
         largest_layer=counts[largest], layer_experts=in_layers.get(largest, 0), num_layers=len(layers),
-        hidden=text.hidden_size, query_width=heads * query_dim, key_width=kv_heads * query_dim,
+        num_heads=heads, hidden=text.hidden_size, query_width=heads * query_dim, key_width=kv_heads * query_dim,
         value_width=kv_heads * value_dim, out_width=heads * value_dim,
         normed_width=(heads + kv_heads) * query_dim * has_head_norms, mlp_width=width,
         experts_per_token=chosen if experts else 0, vocab=text.vocab_size, config=model.config,
@@ -120,29 +121,44 @@ def _expert_params(layer: torch.nn.Module) -> int:
     return sum(p.numel() for module in layer.modules() if are_experts(module) for p in module.parameters())
 
 
-def saved_bytes_per_token(s: Sizes, tp: int = 1) -> float:
+def saved_bytes_per_token(s: Sizes, tp: int = 1, width: int = BF16) -> float:
     """Bytes per token that one decoder layer saves for backward: a Llama layer with a fused attention kernel.
 
     A norm saves its input in fp32 and in the compute dtype, and its output feeds the next product. Attention saves
     query, key, value and out. The gated MLP saves gate, activation, up and their product.
     """
-    norms = 2 * (FP32 + 2 * BF16) * s.hidden + (FP32 + BF16) * s.normed_width / tp
-    attention = BF16 * (s.query_width + s.key_width + s.value_width + s.out_width) / tp
-    mlp = BF16 * 4 * s.mlp_width / tp
-    routed = BF16 * 2 * s.experts_per_token * s.hidden  # copies of a token for its experts, there and back
+    norms = 2 * (FP32 + 2 * width) * s.hidden + (FP32 + width) * s.normed_width / tp
+    attention = width * (s.query_width + s.key_width + s.value_width + s.out_width) / tp
+    mlp = width * 4 * s.mlp_width / tp
+    routed = width * 2 * s.experts_per_token * s.hidden  # copies of a token for its experts, there and back
     return norms + attention + mlp + routed
 
 
-def activations(layout: Layout, s: Sizes, tokens: int) -> float:
-    """Bytes of activations and logits of a micro-batch with `tokens` tokens on one rank."""
-    saved = saved_bytes_per_token(s, layout.tp) * tokens
-    inputs = BF16 * s.hidden * tokens * s.num_layers  # checkpointing keeps these, and saves one layer at a time
-    layers = inputs + saved if layout.checkpointing else saved * s.num_layers
-    gradients = 2 * BF16 * max(s.hidden, s.mlp_width / layout.tp) * tokens  # of one layer
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a micro-batch on one rank: what layers keep, what the loss adds, and what a layer adds in its backward."""
+
+    layers: float
+    loss: float
+    later: float
+
+
+def activations(layout: Layout, s: Sizes, tokens: int, length: int, width: int = BF16) -> Activations:
+    """The activations of a micro-batch with `tokens` tokens on one rank, in samples of `length`. A number has `width` bytes.
+
+    No fused kernel of attention is deterministic in fp32 on a GPU. So a layer keeps the weights of all pairs of tokens.
+    """
+    pairs = FP32 * s.num_heads / layout.tp * tokens * length / layout.sp if width == FP32 else 0.0
+    saved = saved_bytes_per_token(s, layout.tp, width) * tokens + pairs
+    inputs = width * s.hidden * tokens * s.num_layers  # checkpointing keeps these, and saves one layer at a time
+    layers, again = (inputs, saved) if layout.checkpointing else (saved * s.num_layers, 0.0)
+    gradients = 2 * width * max(s.hidden, s.mlp_width / layout.tp) * tokens + 2 * pairs  # of one layer
     logits = tokens * s.vocab / layout.tp
     if layout.tp == 1 and FP32 * logits > GPU_CHUNK_BYTES:  # in chunks; the head's gradient is summed in fp32
-        return layers + gradients + 3 * GPU_CHUNK_BYTES + FP32 * s.vocab * s.hidden
-    return layers + gradients + (2 * BF16 + 2 * FP32) * logits
+        loss = 3 * GPU_CHUNK_BYTES + FP32 * s.vocab * s.hidden
+        return Activations(layers, loss, loss + again + gradients)
+    # log-probs in fp32, their gradient and that of the logits; later in bf16, while the head computes its own
+    return Activations(layers, 3 * FP32 * logits, max(again + gradients, 2 * width * logits))
 
 
 @dataclass(frozen=True)
@@ -160,33 +176,47 @@ class Needs:
         return max(self.load, self.step, self.save, self.generate)
 
 
-def needs(layout: Layout, s: Sizes, tokens: int, dtype: str = "bf16", num_frozen: int = 0) -> Needs:
+def needs(
+    layout: Layout,
+    s: Sizes,
+    tokens: int,
+    dtype: str = "bf16",
+    num_frozen: int = 0,
+    accumulates: bool = True,
+    length: Optional[int] = None,
+) -> Needs:
     """The memory of full fine-tuning with AdamW. `tokens` counts a micro-batch on one rank.
 
-    With `dtype` fp32, activations count twice: an upper bound. `num_frozen` further models are sharded like the trained one.
+    `num_frozen` further models are sharded like the trained one. `accumulates`: a step has several micro-batches.
+    `length` is that of a sample (None: the micro-batch is one sample). test/fake_gpu/memory.json has measured peaks.
     """
     p, layer = s.num_params / layout.tp, (s.largest_layer - s.layer_experts * (1 - 1 / layout.ep)) / layout.tp
     n = layout.num_shards * (1 if layout.backend == "fsdp2" else layout.dp_replicate)
-    found, width = predict(layout.backend, layout.stage, dtype, n, p, layer), 2 if dtype == "fp32" else 1
-    one = width * BF16 * p / (n if layout.backend == "fsdp2" or layout.stage == 3 else 1)
-    frozen = num_frozen * one
-    extra = frozen + width * activations(layout, s, tokens)
+    facts, width = (layout.backend, layout.stage, dtype, n), FP32 if dtype == "fp32" else BF16
+    found = predict(*facts, p, layer)
+    held, work = beside_activations(*facts, p, layer, accumulates)
+    of = activations(layout, s, tokens, length or tokens * layout.sp, width)
+    one = width * p / (n if layout.backend == "fsdp2" or layout.stage == 3 else 1)
+    extra = frozen = num_frozen * one
     if layout.reduce_once and layout.backend == "fsdp2":
-        extra += GRADS * p  # whole gradients until the last micro-batch
+        held += accumulates * GRADS * p  # whole gradients until the last micro-batch
     if layout.backend == "deepspeed" and layout.dp_replicate > 1:
         extra += BF16 * p / layout.num_shards  # hpZ: a second copy of the weights, sharded within the group
+    step = max(found.step, held + of.layers + max(of.loss, work + of.later)) + extra
     host = found.save - found.state  # buffers of the files that this rank writes
     if layout.backend == "deepspeed" and layout.stage < 3 and layout.tp > 1:
         host = max(host, BF16 * s.num_params)  # AutoTP shards the whole model, which was read to host memory
     if not layout.offload:
-        return Needs(found.load, found.step + extra, found.state + frozen, host)
+        return Needs(found.load, step, found.state + frozen, host)
     state, gathered = (MASTERS + MOMENTS + GRADS) * p / n, found.step - found.state - GRADS * p / n
     buffers = max(min(state, BUFFER_BYTES), (MASTERS + BF16) * layer)  # of checkpoints, and one tensor of the model
     if layout.backend == "fsdp2":  # weights and gradients are pinned
         pinned = pinned_bytes(s, layout.tp * n)
         state += 2 * pinned - (MASTERS + GRADS) * p / n
         buffers = max(buffers, pinned)  # gradients of a micro-batch, before they are added to the earlier ones
-    return Needs(0.0, max(gathered, (3 * BF16 + FP32) * layer) + extra, frozen, state + buffers)
+    gathered = max(gathered, (3 * BF16 + FP32) * layer)
+    step = of.layers + max(of.loss, gathered + of.later) + extra
+    return Needs(0.0, step, frozen, state + buffers)
 
 
 def refusal(layout: Layout, s: Sizes, model: Optional[torch.nn.Module] = None) -> Optional[str]:

@@ -60,6 +60,34 @@ def predict(
     return Memory(load, state, step, save)
 
 
+def beside_activations(
+    backend: str,
+    stage: int,
+    param_dtype: str,
+    num_ranks: int,
+    num_params: float,
+    largest_layer: float,
+    accumulates: bool,
+) -> tuple[float, float]:
+    """(bytes at the loss of the last micro-batch, more of them while its gradients come), both without activations.
+
+    With several micro-batches in a step (`accumulates`), the gradients of the earlier ones are there.
+    """
+    p, n, width = num_params, num_ranks, 4 if param_dtype == "fp32" else 2
+    state, bucket = predict(backend, stage, param_dtype, n, p, largest_layer).state, GRADS * bucket_elements(p)
+    layer = (width + GRADS) * largest_layer
+    if backend == "fsdp2":
+        kept = 0 if (stage == 3 and n > 1) or (n == 1 and width == 4) else width * p
+        return state + kept + accumulates * GRADS * p / n, (3 * width + GRADS) * largest_layer
+    if stage == 3:
+        return state + (width * min(p, LIVE_ELEMENTS) if n > 1 else 0), 2 * bucket + layer
+    if stage == 2:
+        return state + accumulates * GRADS * p / n, bucket + bucket / n + layer
+    if stage == 1 and width == 2:
+        return state + width * p, layer  # gradients in bf16, beside the fp32 ones of the state
+    return state + accumulates * GRADS * p, layer
+
+
 def _deepspeed(stage: int, width: int, p: float, n: int, largest_layer: float) -> tuple[float, ...]:
     """(load, state, step, bytes that this rank writes to a checkpoint)"""
     has_masters, sharded = width == 2, (MASTERS + MOMENTS) * p / n
