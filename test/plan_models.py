@@ -32,6 +32,7 @@ COMMANDS = [
     "llama-70b --gpus 64 --nodes 8 --host_memory 2000",
     "deepseek-v3 --gpus 256 --nodes 32 --host_memory 2000 --train_batch_size 256",
     "qwen3-8b --gpus 8 --rollout_engine vllm_server --servers 24 --max_staleness 2 --sync_deltas",
+    "qwen3-8b --gpus 1 --gpu_memory 24 --reserve 2 --max_len 2048 --lora_rank 16",
 ]
 
 

@@ -144,7 +144,8 @@ def test_backend_names_appear_only_where_a_backend_is_chosen():
     allowed |= {"trainer.runs.outputs", "trainer.planning.doctor_packages", "trainer.planning.versions"}
     # these compare the backends, and --layout auto takes one
     allowed |= {
-        f"trainer.planning.{name}" for name in ("layout_plan", "plan_memory", "plan_traffic", "predicted_memory")
+        f"trainer.planning.{name}"
+        for name in ("layout_plan", "plan_memory", "plan_traffic", "predicted_memory", "adapter_memory")
     }
     allowed |= {
         "trainer.flags.names.method_names",

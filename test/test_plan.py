@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from launch import ROOT, in_fork
+from peft import LoraConfig, get_peft_model
 from plan_counts import CASES, EXPERTS, MODEL, TOKENS
 from plan_models import COMMANDS, CONFIGS, PAGE, block, meta_model
 
@@ -18,11 +19,12 @@ from trainer.flags.parse_flags import parse_arguments
 from trainer.flags.preference_flags import DPOArguments
 from trainer.flags.rl_flags import PPOArguments
 from trainer.flags.rules import refuse
+from trainer.models.lora import default_targets
 from trainer.models.losses.token_losses import GPU_CHUNK_BYTES
 from trainer.planning import auto_layout
 from trainer.planning import layout_plan as plan_report
 from trainer.planning.plan_inputs import Machine, Work, machine_of
-from trainer.planning.plan_memory import Layout, needs, pinned_bytes, saved_bytes_per_token, sizes_of
+from trainer.planning.plan_memory import Layout, needs, pinned_bytes, saved_bytes_per_token, sizes_of, with_adapter
 from trainer.planning.plan_traffic import Sent, step_seconds, traffic
 from trainer.planning.predicted_memory import predict
 from trainer.runs.features import chosen_layout
@@ -137,6 +139,32 @@ def test_memory_is_the_measured_formula_and_activations():
     assert many.step == pytest.approx(held + 4000 * 36 * saved_bytes_per_token(s) + loss + work)
 
 
+def test_an_adapter_has_the_parameters_that_peft_gives_it():
+    model, rank = (
+        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=32)),
+        4,
+    )
+    s = with_adapter(sizes_of(model), model, rank)
+    targets = default_targets(model)
+    adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=targets))
+    assert s.adapter_params == adapted.get_nb_trainable_parameters()[0] > 0
+    assert s.adapter_width == rank * len(targets) == 7 * rank
+    whole = needs(Layout("fsdp2", 3, dp_shard=8), sizes_of(model), 1000)
+    assert needs(Layout("fsdp2", 3, dp_shard=8), s, 1000).step < whole.step
+
+
+def test_a_plan_of_lora_trains_what_the_trainer_takes():
+    """AutoTP of DeepSpeed takes no adapter, and the command has the flag."""
+    name, *rest = plan.parse(["qwen3-8b", "--gpus", "4", "--lora_rank", "8"])
+    machine, _, work, _ = rest
+    choices = plan_report.make_plan(meta_model("qwen3-8b"), machine, work)
+    tp = [choice for choice in choices if choice.layout.backend == "deepspeed" and choice.layout.tp > 1]
+    assert tp and all("--lora_rank" in choice.problem for choice in tp) and not any(c.layout.offload for c in choices)
+    assert "--lora_rank 8 " in plan_report.command(choices[0].layout, machine, work, name, None)
+    with pytest.raises(UserError, match="--lora_rank: -1"):
+        plan.parse(["m", "--gpus", "8", "--lora_rank", "-1"])
+
+
 def test_plain_attention_in_fp32_keeps_all_pairs_of_tokens():
     """Two samples of 1000 tokens have 2 x 1000 x 1000 pairs for each of 32 heads."""
     s = sizes_of(meta_model("qwen3-8b"))
@@ -195,7 +223,7 @@ def test_time_of_a_step_by_hand():
     assert Sent("gradients", 1, 16, 1, True).rate(machine) == 3e11  # eight cards of 40 GB/s, but NVLink limits
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(len(COMMANDS)))
 def test_the_page_says_what_the_command_says(number):
     assert block(COMMANDS[number]) in PAGE.read_text(), "run python test/plan_models.py"
 

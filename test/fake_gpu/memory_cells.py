@@ -42,7 +42,7 @@ def flags_of(cell, folder, out):
         f" --dp_replicate_size {layout.dp_replicate} --tensor_parallel_size {layout.tp} --ring_attn_size {layout.sp}"
     )
     flags += " --adam_offload" * layout.offload + " --gradient_checkpointing" * layout.checkpointing
-    flags += " --reduce_once" * layout.reduce_once
+    flags += " --reduce_once" * layout.reduce_once + f" --lora_rank {cell.lora_rank}" * bool(cell.lora_rank)
     if cell.command == "train_ppo":
         flags += f" {cells.PROMPTS} {cells.GROUPS} --rollouts_from {folder}/long.jsonl --init_kl_coef 0.01"
         flags = flags.replace("prompts.jsonl", f"{folder}/prompts.jsonl").replace(

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from trainer.planning.plan_memory import Layout, needs, sizes_of
+from trainer.planning.plan_memory import Layout, needs, sizes_of, with_adapter
 
 RECORD = Path(__file__).with_name("memory.json")
 PAGE = Path(__file__).resolve().parents[2] / "docs/fake_gpu.md"
@@ -23,6 +23,7 @@ class Cell:
     dtype: str = "bf16"
     more: str = ""
     num_frozen: int = 0
+    lora_rank: int = 0
     micro: int = 1
     tokens: int = TOKENS
     num_micro: int = 2
@@ -39,7 +40,7 @@ class Cell:
         parts = [self.command.removeprefix("train_"), f"{self.ranks} x {layout.backend} {layout.stage}"]
         parts += [f"{name} {size}" for name, size in sizes.items() if size > 1]
         parts += [name for name in ("offload", "checkpointing", "reduce_once") if getattr(layout, name)]
-        parts += [self.more] * bool(self.more)
+        parts += [f"lora {self.lora_rank}"] * bool(self.lora_rank) + [self.more] * bool(self.more)
         parts += [f"{self.tokens} tokens"] * (self.tokens != TOKENS)
         parts += [f"{self.num_micro} micro-batches"] * (self.num_micro != 2)
         return " ".join([*parts, self.dtype])
@@ -62,7 +63,8 @@ def model():
 def planned(cell):
     sequences = 2 if cell.command == "train_dpo" else 1
     tokens = sequences * cell.micro * cell.tokens // cell.layout.sp
-    return needs(cell.layout, sizes_of(model()), tokens, cell.dtype, cell.num_frozen, cell.num_micro > 1, cell.tokens)
+    sizes = with_adapter(sizes_of(model()), model(), cell.lora_rank) if cell.lora_rank else sizes_of(model())
+    return needs(cell.layout, sizes, tokens, cell.dtype, cell.num_frozen, cell.num_micro > 1, cell.tokens)
 
 
 def all_cells():
@@ -79,6 +81,15 @@ def all_cells():
     found += [Cell(Layout(b, s, sp=2)) for b, s in (("fsdp2", 3), ("deepspeed", 2))]
     found += [Cell(Layout(b, s, dp_shard=1), num_micro=1) for b, s in (("fsdp2", 3), ("deepspeed", 2))]
     found += [Cell(Layout("fsdp2", 3, dp_shard=2, reduce_once=True))]
+    found += [
+        Cell(Layout(b, s, dp_shard=n), lora_rank=64)
+        for b, s, n in (("fsdp2", 3, 1), *((*stage, 2) for stage in stages))
+    ]
+    found += [Cell(Layout(b, s, dp_shard=1, checkpointing=True), lora_rank=64) for b, s in large]
+    found += [
+        Cell(Layout("fsdp2", 3, tp=2), lora_rank=64),
+        Cell(Layout("fsdp2", 3, dp_shard=1), dtype="fp32", lora_rank=64),
+    ]
     return found
 
 

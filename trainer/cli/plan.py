@@ -52,6 +52,7 @@ def build_parser() -> ReadingParser:
         ("train_batch_size", int, 128, "samples per step, over all ranks"),
         ("micro_train_batch_size", int, 1, "samples per forward pass on one rank"),
         ("frozen_models", int, 0, "models of the same size that are only read: a reference, each teacher"),
+        ("lora_rank", int, 0, "train an adapter of this rank on the default layers, above frozen weights"),
         ("reserve", float, inputs.RESERVE, "GB of a GPU for the driver, NCCL and fragments"),
         ("tflops", float, inputs.TFLOPS, "bf16 TFLOP/s that a GPU reaches, not its peak"),
         ("node_rate", float, inputs.NODE_RATE, "GB/s of a GPU to others in its node"),
@@ -77,8 +78,9 @@ def parse(argv: list[str]) -> tuple[str, inputs.Machine, float, inputs.Work, Opt
     for name in ("gpus", "nodes", "max_len", "train_batch_size", "micro_train_batch_size"):
         if flags[name] < 1:
             raise UserError(f"--{name}", str(flags[name]), "1 or more")
-    if flags["frozen_models"] < 0:
-        raise UserError("--frozen_models", str(flags["frozen_models"]), "0 or more")
+    for name in ("frozen_models", "lora_rank"):
+        if flags[name] < 0:
+            raise UserError(f"--{name}", str(flags[name]), "0 or more")
     for name, value in flags.items():
         if isinstance(value, float) and not 0 <= value < math.inf:
             raise UserError(f"--{name}", f"{value:g}", "a finite number of 0 or more")
@@ -87,7 +89,7 @@ def parse(argv: list[str]) -> tuple[str, inputs.Machine, float, inputs.Work, Opt
     model, engine = flags.pop("model"), flags.pop("rollout_engine")
     own = {name: flags.pop(name) for name in (*ROLLOUT_FLAGS, "sync_deltas")}
     sizes = [flags.pop(name) for name in ("train_batch_size", "micro_train_batch_size", "max_len")]
-    work = inputs.Work(*sizes, num_frozen=flags.pop("frozen_models"))
+    work = inputs.Work(*sizes, num_frozen=flags.pop("frozen_models"), lora_rank=flags.pop("lora_rank"))
     machine = inputs.machine_of(**flags, folder_rate=own["folder_rate"])
     return model, machine, flags["gpu_memory"], work, rollouts_of(engine, own, machine.gpus, work.max_len)
 

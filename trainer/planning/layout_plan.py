@@ -13,7 +13,7 @@ from trainer.metrics import counted, shown_number
 from trainer.model_folders.model_folder import read_config
 from trainer.planning.plan_engines import EngineNeeds, engine_needs, engine_report
 from trainer.planning.plan_inputs import GB, Machine, Rollouts, Work
-from trainer.planning.plan_memory import Layout, Needs, Sizes, needs, refusal, sizes_of
+from trainer.planning.plan_memory import Layout, Needs, Sizes, needs, refusal, sizes_of, with_adapter
 from trainer.planning.plan_traffic import step_seconds, traffic
 
 BACKENDS = (("fsdp2", 3), ("fsdp2", 2), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3))
@@ -46,7 +46,7 @@ def layouts(machine: Machine, has_experts: bool, work: Work) -> list[Layout]:
             continue
         accumulates = work.samples > work.micro * replicate * shard
         for offload, checkpointing, once in itertools.product((False, True), repeat=3):
-            if offload and (backend, stage) != ("fsdp2", 3):
+            if offload and ((backend, stage) != ("fsdp2", 3) or work.lora_rank):  # an adapter's states are small
                 continue
             if once and (backend != "fsdp2" or offload or not accumulates):
                 continue
@@ -135,6 +135,7 @@ def command(layout: Layout, machine: Machine, work: Work, model: str, rollouts: 
         flags += [f"--nnodes {machine.nodes}", "--rdzv_backend c10d", "--rdzv_endpoint FIRST_NODE:29500"]
     flags += [f"-m trainer.cli.{'train_ppo' if rollouts else 'train_sft'}", as_text(layout), "--packing_samples"]
     flags += rollout_flags(rollouts) if rollouts else [f"--max_len {work.max_len} --train_batch_size {work.samples}"]
+    flags += [f"--lora_rank {work.lora_rank}"] * bool(work.lora_rank)
     flags += [f"--micro_train_batch_size {work.micro}", f"--pretrain {model}"]
     return " ".join([*flags, "--dataset DATA --output_dir RUN"])
 
@@ -166,11 +167,15 @@ def why_not(choices: list[Choice]) -> str:
     return "\n".join(lines)
 
 
+def sizes_of_work(model: torch.nn.Module, work: Work) -> Sizes:
+    return with_adapter(sizes_of(model), model, work.lora_rank) if work.lora_rank else sizes_of(model)
+
+
 def make_plan(
     model: torch.nn.Module, machine: Machine, work: Work, rollouts: Optional[Rollouts] = None
 ) -> list[Choice]:
     """All layouts, the quickest first. Within 2 %, the one that sends least comes first."""
-    s = sizes_of(model)
+    s = sizes_of_work(model, work)
     engine = engine_needs(s, machine, rollouts, work.dtype) if rollouts else None
     found = [judge(layout, s, machine, work, model, engine) for layout in layouts(machine, s.expert_params > 0, work)]
     return sorted(found, key=lambda choice: (round(math.log(choice.seconds, 1.02)), choice.sent))
@@ -185,10 +190,11 @@ def report(
     rollouts: Optional[Rollouts] = None,
 ) -> str:
     """What `plan` prints. `name` is MODEL on the command line; `gpu_memory` counts the reserve too (GB)."""
-    s, choices = sizes_of(model), make_plan(model, machine, work, rollouts)
+    s, choices = sizes_of_work(model, work), make_plan(model, machine, work, rollouts)
+    adapter = f"an adapter of {shown_number(s.adapter_params)}; " if s.adapter_params else ""
     fits, unfit = [c for c in choices if not c.problem], [c for c in choices if c.problem]
     parts = [
-        f"{shown_number(s.num_params)} parameters, {shown_number(s.active_params)} of them for each token; "
+        f"{shown_number(s.num_params)} parameters, {shown_number(s.active_params)} of them for each token; {adapter}"
         f"{counted(machine.gpus, 'GPU')} of {gpu_memory:g} GB on {counted(machine.nodes, 'node')}; "
         f"{counted(work.samples, 'packed sample')} of {counted(work.max_len, 'token')} a step",
         f"{len(fits)} of {len(choices)} layouts fit. The quickest:",

@@ -48,6 +48,7 @@ class Work:
     by_tokens: bool = False  # any number of samples can be spread over the ranks
     dtype: str = "bf16"
     num_frozen: int = 0  # further models of this size that are only read, such as a reference or a teacher
+    lora_rank: int = 0  # 0: all weights are trained
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Weights, gradients and states come from `predicted_memory`. Activations are the 
 transformers save for backward; a test counts them. Offloading is read from the code of FSDP2, and not measured.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import torch
@@ -17,7 +17,9 @@ from trainer.model_parallel.expert_parallel import are_experts, validate_experts
 from trainer.model_parallel.tensor_parallel import validate_tp_sizes
 from trainer.model_parallel.tp_plans import heads_divide
 from trainer.models.attention.choice import validate_split_model
+from trainer.models.lora import default_targets
 from trainer.models.losses.token_losses import GPU_CHUNK_BYTES
+from trainer.planning.adapter_memory import beside_adapter_activations, predict_adapter
 from trainer.planning.predicted_memory import BUFFER_BYTES, GRADS, MASTERS, MOMENTS, beside_activations, predict
 from trainer.strategies.options import StrategyOptions, refuse_on_deepspeed, refuse_on_fsdp2
 
@@ -76,9 +78,31 @@ class Sizes:
     vocab: int
     config: object
     tensors: tuple[int, ...]  # parameters of each tensor
+    adapter_params: int = 0  # of LoRA; 0: all weights are trained
+    adapter_width: int = 0  # elements per token that an adapter adds in one layer
 
     def flops_per_token(self, mean_length: float) -> float:
-        return flops_per_token(self.config, self.active_params, mean_length)
+        """Without gradients of the base's weights, a third of the products with them are left out."""
+        whole = flops_per_token(self.config, self.active_params, mean_length)
+        return whole - 2 * self.active_params + 6 * self.adapter_params if self.adapter_params else whole
+
+
+def with_adapter(s: Sizes, model: torch.nn.Module, rank: int) -> Sizes:
+    """The sizes with an adapter of LoRA on the default layers: for each, `rank` rows of its input and columns of its output.
+
+    Raises UserError if the model has no layer for one.
+    """
+    names = default_targets(model)
+    targets = [
+        module for path, module in model.named_modules() if any(f".{path}".endswith(f".{name}") for name in names)
+    ]
+    count = rank * sum(sum(module.weight.shape) for module in targets)
+    return replace(s, adapter_params=count, adapter_width=rank * -(-len(targets) // s.num_layers))
+
+
+def adapter_of_rank(s: Sizes, tp: int) -> float:
+    """Parameters of the adapter on a tp rank. Of its two matrices at a layer, tp divides one."""
+    return s.adapter_params * (1 + 1 / tp) / 2
 
 
 def sizes_of(model: torch.nn.Module) -> Sizes:
@@ -125,13 +149,15 @@ def saved_bytes_per_token(s: Sizes, tp: int = 1, width: int = BF16) -> float:
     """Bytes per token that one decoder layer saves for backward: a Llama layer with a fused attention kernel.
 
     A norm saves its input in fp32 and in the compute dtype, and its output feeds the next product. Attention saves
-    query, key, value and out. The gated MLP saves gate, activation, up and their product.
+    query, key, value and out. The gated MLP saves gate, activation, up and their product. A frozen norm saves its input
+    in fp32 only. An adapter saves its inner product, and the input of its layer as training of that layer would.
     """
-    norms = 2 * (FP32 + 2 * width) * s.hidden + (FP32 + width) * s.normed_width / tp
+    own = not s.adapter_params
+    norms = 2 * (FP32 + (1 + own) * width) * s.hidden + (FP32 + own * width) * s.normed_width / tp
     attention = width * (s.query_width + s.key_width + s.value_width + s.out_width) / tp
     mlp = width * 4 * s.mlp_width / tp
     routed = width * 2 * s.experts_per_token * s.hidden  # copies of a token for its experts, there and back
-    return norms + attention + mlp + routed
+    return norms + attention + mlp + routed + width * s.adapter_width
 
 
 @dataclass(frozen=True)
@@ -155,7 +181,7 @@ def activations(layout: Layout, s: Sizes, tokens: int, length: int, width: int =
     gradients = 2 * width * max(s.hidden, s.mlp_width / layout.tp) * tokens + 2 * pairs  # of one layer
     logits = tokens * s.vocab / layout.tp
     if layout.tp == 1 and FP32 * logits > GPU_CHUNK_BYTES:  # in chunks; the head's gradient is summed in fp32
-        loss = 3 * GPU_CHUNK_BYTES + FP32 * s.vocab * s.hidden
+        loss = 3 * GPU_CHUNK_BYTES + FP32 * s.vocab * s.hidden * (not s.adapter_params)
         return Activations(layers, loss, loss + again + gradients)
     # log-probs in fp32, their gradient and that of the logits; later in bf16, while the head computes its own
     return Activations(layers, 3 * FP32 * logits, max(again + gradients, 2 * width * logits))
@@ -185,7 +211,7 @@ def needs(
     accumulates: bool = True,
     length: Optional[int] = None,
 ) -> Needs:
-    """The memory of full fine-tuning with AdamW. `tokens` counts a micro-batch on one rank.
+    """The memory of training all weights, or an adapter, with AdamW. `tokens` counts a micro-batch on one rank.
 
     `num_frozen` further models are sharded like the trained one. `accumulates`: a step has several micro-batches.
     `length` is that of a sample (None: the micro-batch is one sample). test/fake_gpu/memory.json has measured peaks.
@@ -193,13 +219,18 @@ def needs(
     p, layer = s.num_params / layout.tp, (s.largest_layer - s.layer_experts * (1 - 1 / layout.ep)) / layout.tp
     n = layout.num_shards * (1 if layout.backend == "fsdp2" else layout.dp_replicate)
     facts, width = (layout.backend, layout.stage, dtype, n), FP32 if dtype == "fp32" else BF16
-    found = predict(*facts, p, layer)
-    held, work = beside_activations(*facts, p, layer, accumulates)
+    trained = adapter_of_rank(s, layout.tp) if s.adapter_params else p
+    if s.adapter_params:
+        found = predict_adapter(*facts, p, trained, layer)
+        held, work = beside_adapter_activations(*facts, p, trained, layer, accumulates)
+    else:
+        found = predict(*facts, p, layer)
+        held, work = beside_activations(*facts, p, layer, accumulates)
     of = activations(layout, s, tokens, length or tokens * layout.sp, width)
     one = width * p / (n if layout.backend == "fsdp2" or layout.stage == 3 else 1)
     extra = frozen = num_frozen * one
     if layout.reduce_once and layout.backend == "fsdp2":
-        held += accumulates * GRADS * p  # whole gradients until the last micro-batch
+        held += accumulates * GRADS * trained  # whole gradients until the last micro-batch
     if layout.backend == "deepspeed" and layout.dp_replicate > 1:
         extra += BF16 * p / layout.num_shards  # hpZ: a second copy of the weights, sharded within the group
     step = max(found.step, held + of.layers + max(of.loss, work + of.later)) + extra
@@ -224,6 +255,7 @@ def refusal(layout: Layout, s: Sizes, model: Optional[torch.nn.Module] = None) -
     options = StrategyOptions(
         zero_stage=layout.stage, adam_offload=layout.offload, tensor_parallel_size=layout.tp, ring_attn_size=layout.sp,
         expert_parallel_size=layout.ep, dp_replicate_size=layout.dp_replicate, reduce_once=layout.reduce_once,
+        lora_rank=1 if s.adapter_params else None,
     )  # fmt: skip
     mesh = MeshSizes(layout.dp_replicate, layout.dp_shard, layout.sp, layout.tp)
     try:

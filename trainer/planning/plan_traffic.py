@@ -8,7 +8,7 @@ ep are read from the code, and not counted.
 from dataclasses import dataclass, replace
 
 from trainer.planning.plan_inputs import Machine
-from trainer.planning.plan_memory import BF16, FP32, Layout, Sizes
+from trainer.planning.plan_memory import BF16, FP32, Layout, Sizes, adapter_of_rank
 from trainer.planning.predicted_memory import MASTERS, MOMENTS
 
 
@@ -39,26 +39,26 @@ def gathered(size: float, n: int) -> float:
     return size * (n - 1) / n
 
 
-def shard_traffic(layout: Layout, num_params: float, num_micro_batches: int) -> list[Sent]:
-    """Bytes of weights and gradients in a step, over the ranks that share them. `num_params` is of one tp rank."""
-    p, m, stage, tp = num_params, num_micro_batches, layout.stage, layout.tp
+def shard_traffic(layout: Layout, num_params: float, num_micro_batches: int, num_trained: float) -> list[Sent]:
+    """Bytes of weights and gradients in a step, over the ranks that share them. The numbers are of one tp rank."""
+    p, trained, m, stage, tp = num_params, num_trained, num_micro_batches, layout.stage, layout.tp
     n, replicas = layout.num_shards, layout.dp_replicate
     if layout.backend == "fsdp2":
         times = 2 if stage == 3 else 1  # forward and backward
         reductions = 1 if layout.reduce_once else m
         sent = [Sent("weights", gathered(times * m * BF16 * p, n), n, tp, True)]
-        sent.append(Sent("gradients", gathered(reductions * FP32 * p, n), n, tp, True))
-        sent.append(Sent("replicas", 2 * gathered(FP32 * p / n, replicas), replicas, n * tp, False))
+        sent.append(Sent("gradients", gathered(reductions * FP32 * trained, n), n, tp, True))
+        sent.append(Sent("replicas", 2 * gathered(FP32 * trained / n, replicas), replicas, n * tp, False))
         return sent
     everyone = n * replicas
     if stage == 3:
         forward, backward = gathered(m * BF16 * p, everyone), gathered(m * BF16 * p, n)  # hpZ: from the own group
-        reduced = Sent("gradients", gathered(m * FP32 * p, everyone), everyone, tp, True)
+        reduced = Sent("gradients", gathered(m * FP32 * trained, everyone), everyone, tp, True)
         return [Sent("weights", forward, everyone, tp, True), Sent("weights", backward, n, tp, True), reduced]
     # ZeRO 2 reduces each part to its rank in every micro-batch, ZeRO 1 once a step; ZeRO 0 all-reduces
     times = {0: 2, 1: 1, 2: m}[stage]
-    reduced = Sent("gradients", gathered(times * FP32 * p, n), n, tp, stage == 2)
-    return [reduced, Sent("weights", gathered(BF16 * p, n) if stage else 0.0, n, tp, False)]
+    reduced = Sent("gradients", gathered(times * FP32 * trained, n), n, tp, stage == 2)
+    return [reduced, Sent("weights", gathered(BF16 * trained, n) if stage else 0.0, n, tp, False)]
 
 
 def layer_traffic(layout: Layout, s: Sizes, tokens: int, num_micro_batches: int) -> list[Sent]:
@@ -79,10 +79,14 @@ def layer_traffic(layout: Layout, s: Sizes, tokens: int, num_micro_batches: int)
 
 def traffic(layout: Layout, s: Sizes, tokens: int, num_micro_batches: int) -> list[Sent]:
     """All that a rank sends in a step. With experts sharded over ep, fewer ranks gather their weights."""
-    sent = shard_traffic(layout, (s.num_params - s.expert_params) / layout.tp, num_micro_batches)
+    whole = (s.num_params - s.expert_params) / layout.tp
+    adapter = adapter_of_rank(s, layout.tp)
+    held, trained = (whole + adapter, adapter) if adapter else (whole, whole)
+    sent = shard_traffic(layout, held, num_micro_batches, trained)
     parts = layout.ep * layout.tp
     of_experts = replace(layout, dp_shard=max(1, layout.num_shards // layout.ep), sp=1, tp=parts)
-    sent += shard_traffic(of_experts, s.expert_params / parts, num_micro_batches)
+    experts = s.expert_params / parts
+    sent += shard_traffic(of_experts, experts, num_micro_batches, 0.0 if adapter else experts)
     return [part for part in sent + layer_traffic(layout, s, tokens, num_micro_batches) if part.bytes]
 
 

@@ -51,4 +51,5 @@ def work_of(args, sequences: int, has_frozen_copy: bool) -> Work:
         by_tokens=bool(tokens),
         dtype=args.model.param_dtype,
         num_frozen=int(has_frozen_copy),
+        lora_rank=args.lora.lora_rank or 0,
     )
