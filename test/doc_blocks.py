@@ -12,7 +12,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.cli.__main__ import TRAINING, split
+from trainer.cli.__main__ import RANKED, TRAINING, split
 
 FENCE = re.compile(r"( *)(`{3,})(\w*)[^`]*")
 MARK = re.compile(r"<!--\s*(needs|slow|run by|file|from):\s*(.*?)\s*-->")
@@ -163,7 +163,7 @@ def launched(words: list[str]) -> tuple[int, list[str] | None]:
     """(ranks of torchrun or `trainer`, or 0; [name, flags...] of a command of trainer.cli, or None)."""
     if words[:1] == ["trainer"] and words[1:]:
         num_ranks, _, flags = split(words[2:])
-        name = TRAINING.get(words[1], words[1])
+        name = RANKED.get(words[1], words[1])
         return num_ranks if name in TRAINING.values() else 0, [name, *flags]
     module = next((word for word in words if word.startswith("trainer.cli.")), None)
     if module is None or words[0] not in ("torchrun", "python"):

@@ -50,6 +50,6 @@ def test_the_commands_of_a_real_model(name, stand_in, tmp_path):
     code, output = run_process(["bash", "-ec", LINES[name]], cwd=tmp_path, **env)
     assert code == 0, output[-4000:]
     assert output.count("  (right: {") == {"quickstart": 1, "demo": 2}[name], output[-2000:]
-    assert len(BLOCKS) == 2 and output.count("SmolLM2-135M-Instruct.Q4_1.gguf to ") == 1
+    assert len(BLOCKS) == 3 and output.count("SmolLM2-135M-Instruct.Q4_1.gguf to ") == 1
     trained = ["runs/orders/model"] if name == "quickstart" else ["runs/demo_real/merged", "runs/demo_real/sft/model"]
     assert all((tmp_path / place / "model.safetensors").is_file() for place in trained)

@@ -13,6 +13,7 @@ from typing import Any, Optional
 import torch
 
 from trainer.errors import UserError
+from trainer.metrics import counted
 from trainer.rollout.engines.servers import TOKEN_BYTES, TOKEN_VALUES, is_token, log_prob
 from trainer.rollout.peers import get_json, post_json
 from trainer.rollout.rewards.remote_rewards import FIRST_PAUSE_SECONDS, TROUBLE, given_up, tries, trouble_of
@@ -90,7 +91,7 @@ class TeacherServer:
         """Raises ValueError, LookupError or TypeError for an answer of a wrong form. A place also has the token that is there."""
         found = answer["choices"][0]["prompt_logprobs"]
         if len(found) != num_tokens:
-            raise ValueError(f"log-probs of {len(found)} tokens instead of {num_tokens}")
+            raise ValueError(f"log-probs of {counted(len(found), 'token')} instead of {num_tokens}")
         tops = []
         for place in found[1:]:  # nothing comes before the first token
             pairs = sorted((-log_prob(place[token]["logprob"]), int(token)) for token in place)[: self._top_k]
