@@ -10,6 +10,7 @@ import os
 import pickle
 import shlex
 import shutil
+import time
 import zipfile
 from pathlib import Path
 
@@ -92,6 +93,10 @@ def trl_run(folder) -> Path:
 
     log = train_trl(folder, "trl", report_to=["tensorboard", "wandb"])
     wandb.finish()
+    written, until = next(folder.rglob("*.wandb")), time.monotonic() + 60
+    while b"train_loss" not in written.read_bytes():  # by a process of wandb's own, late on a busy machine
+        assert time.monotonic() < until, "wandb has not written the last row"
+        time.sleep(0.2)
     return log
 
 
