@@ -21,18 +21,22 @@ def predict_adapter(
     The base has no gradient and no state. It is in the compute dtype: sharded by FSDP2 and ZeRO 3, else whole on each rank.
     Only the adapter is saved.
     """
-    p, a, n, width = num_params, num_adapter, num_ranks, 4 if param_dtype == "fp32" else 2
-    states, sharded = (MASTERS + MOMENTS) * a / n, backend == "fsdp2" or stage == 3
-    base = width * p / (n if sharded else 1)
+    n, moments = num_ranks, MOMENTS * num_adapter / (num_ranks if backend == "fsdp2" or stage else 1)
+    state = _state(backend, stage, 4 if param_dtype == "fp32" else 2, n, num_params, num_adapter)
+    facts = (backend, stage, param_dtype, n, num_params, num_adapter, largest_layer)
+    held, work = beside_adapter_activations(*facts, accumulates=True)
+    saved = (MASTERS + MOMENTS) * num_adapter / n
+    return Memory(state - moments, state, held + work, state + min(saved, BUFFER_BYTES))
+
+
+def _state(backend: str, stage: int, width: int, n: int, p: float, a: float) -> float:
+    """Bytes between steps: the base, the adapter's weights and states, and what DeepSpeed keeps of its gradients."""
     if backend == "fsdp2":
-        load, state = base + MASTERS * a / n, base + states
-    else:
-        bucket = GRADS * bucket_elements(a)
-        state = base + width * a / (n if sharded else 1) + (states if stage else (MASTERS + MOMENTS) * a)
-        state += bucket + GRADS * a / n if stage == 3 else GRADS * a if stage == 1 and width == 2 else 0
-        load = state - MOMENTS * a / (n if stage else 1)
-    held, work = beside_adapter_activations(backend, stage, param_dtype, n, p, a, largest_layer, True)
-    return Memory(load, state, held + work, state + min(states, BUFFER_BYTES))
+        return width * p / n + (MASTERS + MOMENTS) * a / n
+    weights = width * (p + a) / (n if stage == 3 else 1) + (MASTERS + MOMENTS) * a / (n if stage else 1)
+    if stage == 3:
+        return weights + GRADS * (bucket_elements(a) + a / n)
+    return weights + (GRADS * a if stage == 1 and width == 2 else 0)
 
 
 def beside_adapter_activations(
@@ -47,16 +51,14 @@ def beside_adapter_activations(
 ) -> tuple[float, float]:
     """(bytes at the loss of the last micro-batch, more of them while its gradients come): as `beside_activations`."""
     p, a, n, width = num_params, num_adapter, num_ranks, 4 if param_dtype == "fp32" else 2
-    bucket, grads = GRADS * bucket_elements(a), GRADS * a
+    state, bucket, grads = _state(backend, stage, width, n, p, a), GRADS * bucket_elements(a), GRADS * a
     if backend == "fsdp2":
         kept = 0 if stage == 3 and n > 1 else width * (a + (p if n > 1 else 0))
-        state = width * p / n + (MASTERS + MOMENTS) * a / n
         return state + kept + accumulates * grads / n, 2 * width * largest_layer * (n > 1)
-    base = width * (p + a) / (n if stage == 3 else 1) + (MASTERS + MOMENTS) * a / (n if stage else 1)
     if stage == 3:
-        return base + bucket + grads / n + (width * min(p + a, LIVE_ELEMENTS) if n > 1 else 0), 2 * bucket
+        return state + (width * min(p + a, LIVE_ELEMENTS) if n > 1 else 0), 2 * bucket
     if stage == 2:
-        return base + accumulates * grads / n, bucket + bucket / n
+        return state + accumulates * grads / n, bucket + bucket / n
     if stage == 1 and width == 2:
-        return base + grads + width * a, 0.0
-    return base + accumulates * grads, bucket
+        return state + width * a, 0.0
+    return state + accumulates * grads, bucket
